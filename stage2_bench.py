@@ -51,7 +51,6 @@ import math
 import multiprocessing
 import platform
 import re
-import shutil
 import sys
 import tempfile
 import threading
@@ -68,6 +67,8 @@ import scipy
 import torch
 from scipy import integrate, optimize, stats
 from torch import Tensor
+import operator
+import itertools
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Configuration
@@ -231,7 +232,7 @@ def jittered_times(config: Config, seed: int) -> np.ndarray:
 
 
 def duffing(config: Config, seed: int, split: str, times: np.ndarray | None = None) -> Trajectories:
-    """Simulate q'' = -delta q' + alpha q - beta q^3 + gamma cos(omega t + phi), one set of coefficients a trajectory."""
+    """Simulate q'' = -delta q' + alpha q - beta q^3 + gamma cos(omega t + phi), coefficients drawn by trajectory."""
     times = duffing_times(config) if times is None else times
     rng, count = stream(seed, split), config.size(split)
     bounds = [(0.5, 1.5), (0.5, 1.5), (0.1, 0.4), (0.2, 0.5), (0.8, 1.6), (0.0, 2 * np.pi), (-1.5, 1.5), (-1.0, 1.0)]
@@ -253,7 +254,7 @@ def irregular(config: Config, seed: int, split: str) -> Trajectories:
 
 
 def lorenz(config: Config, seed: int, split: str) -> Trajectories:
-    """Simulate Lorenz-63 (sigma 10, rho 28, beta 8/3; J. Atmos. Sci. 20, 130) and observe x in derivative coordinates."""
+    """Simulate Lorenz-63 (sigma 10, rho 28, beta 8/3; J. Atmos. Sci. 20, 130), observed by x and its differences."""
     rng, count = stream(seed, split), config.size(split)
     start = [rng.uniform(low, high, count) for low, high in ((-15.0, 15.0), (-15.0, 15.0), (10.0, 40.0))]
     times = LORENZ_WARM_UP + LORENZ_STEP * np.arange(config.length + 2 + config.rollout_steps)
@@ -623,8 +624,7 @@ class KineticLayer:
         """Return each run's mechanism signature (section 10)."""
         attenuation, displacement = kinetic_signature(self, weights, tokens, config)
         return [
-            {"attenuation": float(a), "displacement": float(d)}
-            for a, d in zip(attenuation, displacement, strict=True)
+            {"attenuation": float(a), "displacement": float(d)} for a, d in zip(attenuation, displacement, strict=True)
         ]
 
 
@@ -921,7 +921,7 @@ def plan(config: Config, runs: Sequence[Run], jobs: int) -> list[tuple[Run, ...]
         count = math.ceil(len(members) / min(STACK, math.ceil(len(runs) / jobs)))
         count = min(len(members), math.ceil(count / jobs) * jobs)
         edges = [round(i * len(members) / count) for i in range(count + 1)]
-        groups += [tuple(members[start:stop]) for start, stop in zip(edges, edges[1:], strict=False)]
+        groups += [tuple(members[start:stop]) for start, stop in itertools.pairwise(edges)]
     return groups
 
 
@@ -999,7 +999,9 @@ class WorkerPool:
                     yield future.result()
                 except BrokenProcessPool:
                     lost = "; ".join(map(str, stack.runs))
-                    raise RunError(f"a worker process was killed; lost: {lost}; --resume goes on from the rest") from None
+                    raise RunError(
+                        f"a worker process was killed; lost: {lost}; --resume goes on from the rest"
+                    ) from None
 
 
 class Alone:
@@ -1065,7 +1067,7 @@ class Ranks:
 
 
 class Execution:
-    """Completes runs on a backend.  `recall` knows those of an earlier start; `on_records` hears of new ones at once."""
+    """Completes runs on a backend.  `recall` knows those of an earlier start, `on_records` hears of new ones."""
 
     def __init__(
         self,
@@ -1153,7 +1155,7 @@ def benchmark(config: Config, execution: Execution) -> Outcome:
     rows["placebo"] = [(lr, h) for lr, h in rows["placebo"] if len(h) == len(idea_h)]
     means = {name: sweep_means(config, records, grid, "score") for name, grid in rows.items()}
     pairs = {name: [Run(s, *best_row(grid, means[name])) for s in config.seeds] for name, grid in rows.items()}
-    execution.complete(sum(pairs.values(), []), pairs["baseline"] + pairs["idea"])
+    execution.complete(functools.reduce(operator.iadd, pairs.values(), []), pairs["baseline"] + pairs["idea"])
 
     def arm(name: str) -> Arm:
         chosen = [records[run] for run in pairs[name]]
@@ -1385,6 +1387,12 @@ def relative_error(observed: float | None, predicted: float | None) -> float | N
     return printed(abs(observed - predicted) / abs(predicted), 7)
 
 
+def confirmation(observed: float | None, predicted: float | None) -> dict[str, Any]:
+    """Judge the attenuation from its printed numbers."""
+    error = relative_error(observed, predicted)
+    return {"attenuation_relative_error": error, "confirmed": error is not None and error <= Config.tolerance}
+
+
 def seed_mean(probes: Sequence[dict[str, Any]], name: str) -> float | None:
     """Return the mean over the seeds of a signature's number, as printed; None where a seed lacks it."""
     values = [probe.get("signature", {}).get(name) for probe in probes]
@@ -1398,15 +1406,15 @@ def mechanism_signature(config: Config, idea: Arm, length: int) -> dict[str, Any
     h = idea.best[1][0]
     attenuation, shift = seed_mean(idea.probes, "attenuation"), seed_mean(idea.probes, "displacement")
     predicted = printed(math.exp(-h * config.wave**2), 7)
-    error = relative_error(attenuation, predicted)
+    judged = confirmation(attenuation, predicted)
     return {
         "prediction": PREDICTION,
         "predicted_fourier_attenuation": predicted,
         "observed_fourier_attenuation": attenuation,
-        "attenuation_relative_error": error,
+        "attenuation_relative_error": judged["attenuation_relative_error"],
         "predicted_transport_displacement": printed(h * (length // 2), 7),
         "observed_transport_displacement": shift,
-        "confirmed": error is not None and error <= config.tolerance,
+        "confirmed": judged["confirmed"],
     }
 
 
@@ -1725,7 +1733,9 @@ def write_files(folder: Path, texts: dict[str, str]) -> None:
         for name, part in parts.items():
             os.replace(part, folder / name)
     except OSError as error:
-        raise RunError(f"cannot write {', '.join(texts)} in {folder}: {error.strerror}; older files are whole") from None
+        raise RunError(
+            f"cannot write {', '.join(texts)} in {folder}: {error.strerror}; older files are whole"
+        ) from None
     finally:
         for part in parts.values():
             part.unlink(missing_ok=True)
@@ -1849,7 +1859,7 @@ def sweep_lines(report: dict[str, Any]) -> list[str]:
     rows = [("model", "lr", "h", "mean test MSE", "")]
     for name, sweep, best in arms:
         for row in sweep:
-            notes = [flags.get(json.dumps([name, row["cfg"]]))] + ["best" if row["cfg"] == best else None]
+            notes = [flags.get(json.dumps([name, row["cfg"]])), "best" if row["cfg"] == best else None]
             side = extra["selection"].get(name, {}).get("edge")
             if row["cfg"] == best and side in ("lower", "upper"):
                 notes.append(f"on the {side} edge of the grid: extend it with --lrs")
@@ -1894,10 +1904,11 @@ def mechanism_lines(report: dict[str, Any]) -> list[str]:
         error = number(relative_error(observed, predicted), 7)
         rows.append((name, number(predicted, 7), number(observed, 7), error, last))
     moves = {True: "confirmed", False: "not confirmed", None: "not measurable"}
-    return table(rows) + [
+    return [
+        *table(rows),
         f"operator alone: attenuation error at most {number(alone['attenuation_max_relative_error'], 7)} (k <= 8), "
         f"slope of the displacement {number(alone['displacement_slope'], 7)} for h = {show(alone['h'])}, "
-        f"transport {moves[report['extensions']['transport_confirmed']]}"
+        f"transport {moves[report['extensions']['transport_confirmed']]}",
     ]
 
 
@@ -1925,9 +1936,7 @@ def placebo_sentence(report: dict[str, Any]) -> str:
         cause = "what the idea does, its gate and mixing do without the operator"
     else:
         cause = "the operator itself makes a difference"
-    return (
-        f"The placebo (h = 0, mean {block['full']['mean']:.3g}) is {against['baseline']} and {against['idea']}: {cause}."
-    )
+    return f"The placebo (h = 0, mean {block['full']['mean']:.3g}) is {against['baseline']} and {against['idea']}: {cause}."
 
 
 def verdict_sentence(report: dict[str, Any]) -> str:
@@ -1957,7 +1966,9 @@ def limitations(report: dict[str, Any]) -> list[str]:
         sentences.append(f"A mean difference smaller than {least:.3g} would be found in less than 80 % of repetitions.")
     for name, chosen in extra["selection"].items():
         if chosen["edge"]:
-            sentences.append(f"The {name}'s best rate is on the grid's edge ({chosen['edge']}); --lrs extends the grid.")
+            sentences.append(
+                f"The {name}'s best rate is on the grid's edge ({chosen['edge']}); --lrs extends the grid."
+            )
         if chosen["agrees"] is False:
             sentences.append(f"The validation split would have chosen another configuration for the {name}.")
     sentences.append("The best configuration is chosen by the test MSE of the sweep's seeds, as in the reference.")
@@ -2036,173 +2047,114 @@ def build_log(config: Config, report: dict[str, Any], options: str, machine: str
     return "\n".join([*lines, "", to_json(build_answer(report, options))])
 
 
-# How --diff treats each field: C contract (equal), D derived (follows from the report's own scores), M measured.
-# The type is one of int, str, bool, num (finite), maybe (num or null), any.
-_STEP = {"lr": "C num", "h": "C any"}
-_ROWS = [{"cfg": _STEP, "mean": "M maybe"}]
-_FULL = {"mean": "D maybe", "std": "D maybe", "per_seed": ["M maybe"], "n": "C int"}
-FIELDS: dict[str, Any] = {
-    "bench_version": "C int",
-    "track": "C str",
-    "model": "C str",
-    "metric_direction": "C str",
-    "n_seeds": "C int",
-    "baseline": {
-        "best_cfg": {"lr": "D num", "h": "D any"},
-        "sweep": _ROWS,
-        "full": _FULL,
-        "union_lr_grid": ["C num"],
-    },
-    "idea": _FULL,
-    "comparison": {
-        "delta_mean": "D maybe",
-        "idea_wins": "D maybe",
-        "n_pairs": "C int",
-        "p_value": "D maybe",
-        "verdict": "D str",
-        "system_worked": "D bool",
-    },
-    "mechanism_signature": {
-        "prediction": "C str",
-        "predicted_fourier_attenuation": "C maybe",
-        "observed_fourier_attenuation": "M maybe",
-        "attenuation_relative_error": "D maybe",
-        "predicted_transport_displacement": "C maybe",
-        "observed_transport_displacement": "M maybe",
-        "confirmed": "D bool",
-    },
-    "idea_sweep": _ROWS,
-    "best_idea_cfg": {"lr": "D num", "h": "D any"},
-    "parameter_parity": {"baseline": "C int", "idea": "C int"},
-    "custom_track": "C any",
+# The keys that a report must have, and how --diff treats a path: derived values must follow from the report's own
+# scores, measured ones are judged by --rtol, all others are contract and must be equal.
+KEYS = {
+    "": "bench_version track model metric_direction n_seeds baseline idea comparison mechanism_signature idea_sweep "
+    "best_idea_cfg parameter_parity custom_track",
+    "baseline": "best_cfg sweep full union_lr_grid",
+    "baseline.full": "mean std per_seed n",
+    "idea": "mean std per_seed n",
+    "comparison": "delta_mean idea_wins n_pairs p_value verdict system_worked",
+    "parameter_parity": "baseline idea",
 }
+DERIVED = r"(full|idea)\.(mean|std)$|comparison\.(?!n_pairs)|best_(idea_)?cfg\.|signature\.(attenuation_rel|confirmed)"
+MEASURED = r"\.per_seed\[|sweep\[.*mean$|signature\..*observed|^extensions\.(?!options)"
+SHARED_IN_PART = (
+    r"\.per_seed\[|sweep\[|union_lr_grid\[|^extensions\."  # where reports of other seeds or grids may differ
+)
 
 
 def strict_json(text: str) -> Any:
     """Parse JSON; raises ValueError for what is none, NaN, infinities and numbers beyond float64 included."""
 
-    def refuse(token: str) -> None:
-        raise ValueError(f"holds {token}, which is not JSON")
+    def refuse(token: str) -> Any:
+        raise ValueError(f"holds {token[:24]}, which is not a JSON number of this format")
 
     def finite(token: str) -> float:
         return float(token) if math.isfinite(float(token)) else refuse(token)
 
-    def whole(token: str) -> int:
-        return int(token) if len(token) < 300 else refuse(token[:20] + "...")
-
     try:
-        return json.loads(text, parse_constant=refuse, parse_float=finite, parse_int=whole)
+        return json.loads(
+            text,
+            parse_constant=refuse,
+            parse_float=finite,
+            parse_int=lambda token: int(token) if len(token) < 16 else refuse(token),
+        )
     except RecursionError:
         raise ValueError("is nested too deeply") from None
 
 
 def load_report(path: Path) -> dict[str, Any]:
     """Read a report and check its form.  Raises UsageError with one line on what is wrong."""
+    where = f"--diff: {show(str(path))}"
     try:
         report = strict_json(path.read_bytes().decode("utf-8"))
     except OSError as error:
-        raise UsageError(f"--diff: {path}: {error.strerror}") from None
+        raise UsageError(f"{where}: {error.strerror}") from None
     except ValueError as error:
-        raise UsageError(f"--diff: {path}: not a JSON report: {' '.join(str(error).split())}") from None
-    if not isinstance(report, dict):
-        raise UsageError(f"--diff: {path}: not a report, but a JSON {type(report).__name__}")
-    if report.get("bench_version") != 1 or isinstance(report.get("bench_version"), bool):
-        raise UsageError(f"--diff: {path}: bench_version is {show(report.get('bench_version'))[:40]}, not 1")
-    wrong = misfit(report, fields_of(report), "")
-    if not wrong and len(report["baseline"]["full"]["per_seed"]) != len(report["idea"]["per_seed"]):
-        wrong = "baseline and idea have different numbers of scores"
-    if not wrong and not all((report["idea"]["per_seed"], report["baseline"]["sweep"], report["idea_sweep"])):
-        wrong = "no scores or no sweep"
-    if wrong:
-        raise UsageError(f"--diff: {path}: {wrong}")
+        raise UsageError(f"{where}: not a JSON report: {show(' '.join(str(error).split()))[:200]}") from None
+    version = report.get("bench_version") if isinstance(report, dict) else None
+    if version != 1 or isinstance(version, bool):
+        raise UsageError(f"{where}: bench_version is {show(version)[:40]}, not 1")
+    for parent, names in KEYS.items():
+        block = functools.reduce(lambda value, key: value[key], filter(None, parent.split(".")), report)
+        lacking = [name for name in names.split() if not isinstance(block, dict) or name not in block]
+        if lacking:
+            raise UsageError(f"{where}: lacks the key {parent}{'.' if parent else ''}{lacking[0]}")
+    try:
+        derive(report)
+        flatten(report, "", first_seed(report))
+    except Exception as error:  # any JSON may come here: whatever does not fit the formulas is no report
+        raise UsageError(f"{where}: malformed ({show(one_line(error))[:120]})") from None
     return report
 
 
-def fields_of(report: dict[str, Any]) -> dict[str, Any]:
-    """Return FIELDS, with a signature block of its own kind where a custom idea's report has null or another one."""
-    block = report.get("mechanism_signature", {})
-    if block is None:
-        return FIELDS | {"mechanism_signature": "C any"}
-    if isinstance(block, dict) and "confirmed" in block and "prediction" not in block:
-        return FIELDS | {"mechanism_signature": {k: "D bool" if k == "confirmed" else "M maybe" for k in block}}
-    return FIELDS
-
-
-def misfit(value: Any, field: Any, path: str) -> str:
-    """Return what is wrong with a value for its field of the form, or ""; unknown keys are left to the comparison."""
-    if isinstance(field, dict):
-        if not isinstance(value, dict):
-            return f"{path or 'the report'} is not an object"
-        lacking = [key for key in field if key not in value]
-        if lacking:
-            return f"lacks the key {path}{'.' if path else ''}{lacking[0]}"
-        parts = [(value[key], field[key], f"{path}{'.' if path else ''}{key}") for key in field]
-        return next(filter(None, (misfit(*part) for part in parts)), "")
-    if isinstance(field, list):
-        if not isinstance(value, list):
-            return f"{path} is not a list"
-        return next(filter(None, (misfit(item, field[0], f"{path}[{i}]") for i, item in enumerate(value))), "")
-    kind = field.split()[1]
-    numeric = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = {
-        "int": isinstance(value, int) and not isinstance(value, bool),
-        "str": isinstance(value, str),
-        "bool": isinstance(value, bool),
-        "num": numeric,
-        "maybe": numeric or value is None,
-        "any": True,
-    }
-    return "" if fits[kind] else f"{path} is {show(value)[:40]}, not {kind}"
-
-
-def flatten(value: Any, field: Any, path: str = "") -> dict[str, tuple[Any, str]]:
-    """Return {path: (value, class)} of a report; a sweep's rows are named by their configuration."""
-    if isinstance(value, dict) and not isinstance(field, str):
-        field = field or {}
-        parts = {f"{path}.{key}".lstrip("."): (item, field.get(key, "C any")) for key, item in value.items()}
-    elif isinstance(value, list) and isinstance(field, list):
-        rows = field[0] is _ROWS[0]
-        names = [json.dumps(item["cfg"]) if rows else i for i, item in enumerate(value)]
-        parts = {f"{path}[{name}]": (item, field[0]) for name, item in zip(names, value, strict=True)}
+def flatten(value: Any, path: str = "", first_seed: int = 0) -> dict[str, Any]:
+    """Return {path: leaf} of a report: a sweep's rows named by configuration, scores by seed, other lists by number."""
+    if isinstance(value, dict):
+        items = [(f".{key}" if path else key, item) for key, item in value.items()]
+    elif isinstance(value, list) and value:
+        names: Iterable[Any] = range(len(value))
+        if path.endswith("sweep"):
+            names = [json.dumps(row["cfg"]) for row in value]
+        elif "per_seed" in path:
+            names = [f"seed {first_seed + i}" for i in names]
+        items = [(f"[{name}]", item) for name, item in zip(names, value, strict=True)]
     else:
-        return {path: (value, field.split()[0])}
-    found: dict[str, tuple[Any, str]] = {}
-    for name, part in parts.items():
-        found |= flatten(*part, name)
-    return found
+        return {path: value}
+    return {name: leaf for key, item in items for name, leaf in flatten(item, path + key, first_seed).items()}
 
 
-def flatten_extensions(value: Any, path: str) -> dict[str, tuple[Any, str]]:
-    """Return {path: (value, class)} of the extensions: numbers are measured, all else is contract."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-    if items is None:
-        measured = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-        return {path: (value, "M" if measured and ".options." not in path else "C")}
-    found: dict[str, tuple[Any, str]] = {}
-    for name, item in items:
-        found |= flatten_extensions(item, f"{path}.{name}")
-    return found
+def first_seed(report: dict[str, Any]) -> int:
+    """Return the seed of a report's first pair; the reference's reports, without extensions, begin at 0."""
+    return report["extensions"]["options"]["seeds"][0] if "extensions" in report else 0
 
 
 def derive(report: dict[str, Any]) -> dict[str, Any]:
     """Return {path: value} of everything that follows from the report's own scores, sweeps and signature."""
     first, second = report["baseline"]["full"]["per_seed"], report["idea"]["per_seed"]
-    seeds = range(len(first))
-    with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):
-        start, stop = report["extensions"]["options"]["seeds"]
-        seeds = range(start, stop) if stop - start == len(first) else seeds
-    found = {f"comparison.{name}": value for name, value in comparison(first, second, seeds).items()}
-    for path, scores in (("baseline.full", first), ("idea", second)):
-        found |= {f"{path}.{name}": value for name, value in summary(scores).items() if name != "per_seed"}
-    for path, sweep in (("baseline.best_cfg", report["baseline"]["sweep"]), ("best_idea_cfg", report["idea_sweep"])):
-        rows = sorted(sweep, key=lambda row: (math.inf if row["mean"] is None else row["mean"], row["cfg"]["lr"]))
-        found |= {f"{path}.{name}": rows[0]["cfg"][name] for name in ("lr", "h")}
+    start = first_seed(report)
+    seeds = range(start, start + len(first))
+    found = {
+        "comparison": comparison(first, second, seeds),
+        "baseline": {"full": summary(first), "best_cfg": best_config(report["baseline"]["sweep"])},
+        "idea": summary(second),
+        "best_idea_cfg": best_config(report["idea_sweep"]),
+    }
     block = report["mechanism_signature"]
     if block is not None and "prediction" in block:
-        error = relative_error(block["observed_fourier_attenuation"], block["predicted_fourier_attenuation"])
-        found["mechanism_signature.attenuation_relative_error"] = error
-        found["mechanism_signature.confirmed"] = error is not None and error <= Config.tolerance
-    return found
+        found["mechanism_signature"] = confirmation(
+            block["observed_fourier_attenuation"], block["predicted_fourier_attenuation"]
+        )
+    return {path: value for path, value in flatten(found).items() if re.search(DERIVED, path)}
+
+
+def best_config(sweep: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the configuration of the row that wins a printed sweep."""
+    grid = [(row["cfg"]["lr"], row["cfg"]["h"]) for row in sweep]
+    lr, h = best_row(grid, [math.inf if row["mean"] is None else row["mean"] for row in sweep])
+    return {"lr": lr, "h": h}
 
 
 def follows(value: Any, recomputed: Any) -> bool:
@@ -2212,59 +2164,54 @@ def follows(value: Any, recomputed: Any) -> bool:
     return value == recomputed
 
 
+def is_number(value: Any) -> bool:
+    """Say whether a JSON value is a number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def compare_reports(theirs: dict[str, Any], ours: dict[str, Any], rtol: float) -> list[tuple[str, Any, Any, str]]:
     """Return (path, theirs, ours, status) for every field; a status that starts with DIFFERS is a difference.
 
-    A path that one report lacks is said and not compared: a field of the grid or the seeds, which are compared
-    themselves.  Derived fields need not be equal, but must each follow from their own report.
+    What one report alone has of seeds, rates or extensions is said and not compared.  Derived fields need not be
+    equal, but must each follow from their own report.
     """
-    sides = [flatten({k: v for k, v in r.items() if k != "extensions"}, fields_of(r)) for r in (theirs, ours)]
-    if "extensions" in theirs and "extensions" in ours:
-        for side, report in zip(sides, (theirs, ours), strict=True):
-            side |= flatten_extensions(report["extensions"], "extensions")
-    recomputed = [derive(report) for report in (theirs, ours)]
+    reports = {"theirs": theirs, "ours": ours}
+    only = [name for name, report in reports.items() if "extensions" in report]
+    sides = {
+        name: flatten({k: v for k, v in report.items() if k != "extensions" or len(only) == 2}, "", first_seed(report))
+        for name, report in reports.items()
+    }
+    recomputed = {name: derive(report) for name, report in reports.items()}
     rows = []
-    for path in list(dict.fromkeys([*sides[0], *sides[1]])):
-        known = [side.get(path) for side in sides]
-        values = [None if entry is None else entry[0] for entry in known]
-        broken = [
-            name
-            for name, side, found in zip(("theirs", "ours"), sides, recomputed, strict=True)
-            if path in found and path in side and not follows(side[path][0], found[path])
-        ]
-        if broken:
-            status = f"DIFFERS: {' and '.join(broken)} not from own scores"
-        elif None in known:
-            status = lone_status(path, "ours" if known[0] is None else "theirs")
+    for path in dict.fromkeys([*sides["theirs"], *sides["ours"]]):
+        having = [name for name, side in sides.items() if path in side]
+        wrong = [name for name in having if path in recomputed[name]]
+        wrong = [name for name in wrong if not follows(sides[name][path], recomputed[name][path])]
+        if wrong:
+            status = f"DIFFERS: {' and '.join(wrong)} not from own scores"
+        elif len(having) == 1:
+            shared = re.search(SHARED_IN_PART, path)
+            status = f"only in {having[0]}, not compared" if shared else f"DIFFERS: only in {having[0]}"
         else:
-            status = field_status(known[0][1], *values, rtol)
-        rows.append((path, "-" if known[0] is None else values[0], "-" if known[1] is None else values[1], status))
+            status = field_status(path, sides["theirs"][path], sides["ours"][path], rtol)
+        rows.append((path, *(side.get(path, "-") for side in sides.values()), status))
     if key_order(theirs) != key_order(ours):
         rows.append(("(order of keys)", "-", "-", "DIFFERS"))
-    for name, one, other in (("theirs", theirs, ours), ("ours", ours, theirs)):
-        if "extensions" in one and "extensions" not in other:
-            rows.append(("extensions", *(("-", "...") if name == "ours" else ("...", "-")), f"only in {name}"))
+    if len(only) == 1:
+        rows.append(("extensions", "-", "-", f"only in {only[0]}, not compared"))
     return rows
 
 
-def lone_status(path: str, side: str) -> str:
-    """Return the status of a path that one report alone has: only seeds, rates and steps may be unshared."""
-    shared_elsewhere = re.search(r"per_seed\[|sweep\[|union_lr_grid\[|^extensions\.", path)
-    return f"only in {side}, not compared" if shared_elsewhere else f"DIFFERS: only in {side}"
-
-
-def field_status(field: str, theirs: Any, ours: Any, rtol: float) -> str:
-    """Return the status of a field that both reports have; classes as in FIELDS."""
-    numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (theirs, ours))
-    if type(theirs) is type(ours) or numeric:
-        if theirs == ours:
-            return "same"
-    if field == "D":
+def field_status(path: str, theirs: Any, ours: Any, rtol: float) -> str:
+    """Return the status of a field that both reports have, by the class of its path."""
+    numbers = is_number(theirs) and is_number(ours)
+    if theirs == ours and (numbers or type(theirs) is type(ours)):
+        return "same"
+    if re.search(DERIVED, path):
         return "follows from its own scores"
-    if field == "M" and numeric:
-        ratio = f", ratio {ours / theirs:.4g}" if theirs else ""
+    if numbers and re.search(MEASURED, path):
         close = abs(ours - theirs) <= rtol * max(abs(ours), abs(theirs))
-        return f"{'within rtol' if close else 'DIFFERS'}{ratio}"
+        return f"{'within rtol' if close else 'DIFFERS'}{f', ratio {ours / theirs:.4g}' if theirs else ''}"
     return "DIFFERS"
 
 
@@ -2279,10 +2226,11 @@ def diff_lines(rows: Sequence[tuple[str, Any, Any, str]]) -> list[str]:
     """Return the comparison as a table, and a last line with the count."""
     cells = [("path", "theirs", "ours", "relative difference", "status")]
     for path, theirs, ours, status in rows:
-        numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (theirs, ours))
-        relative = f"{(ours - theirs) / abs(theirs):+.3e}" if numeric and theirs else ""
-        shown = [value if value in ("-", "...") else show(value) for value in (theirs, ours)]
-        cells.append((show(path), *(text if len(text) <= 34 else text[:31] + "..." for text in shown), relative, status))
+        relative = ""
+        if is_number(theirs) and is_number(ours) and theirs:
+            relative = f"{(ours - theirs) / abs(theirs):+.3e}"
+        shown = [text if len(text) <= 34 else text[:31] + "..." for text in map(show, (theirs, ours))]
+        cells.append((show(path), *shown, relative, status))
     count = sum(row[3].startswith("DIFFERS") for row in rows)
     return [*table(cells), f"{count} of {len(rows)} fields differ" if count else f"no difference in {len(rows)} fields"]
 
@@ -2380,6 +2328,7 @@ def draw_rollout(axis: Any, report: dict[str, Any]) -> None:
     axis.set_xticks([row["horizon"] for row in rows], [str(row["horizon"]) for row in rows])
     axis.minorticks_off()
     axis.legend()
+    return None
 
 
 def unavailable(axis: Any) -> None:
@@ -2397,9 +2346,12 @@ def draw_attenuation(axis: Any, report: dict[str, Any]) -> None:
     axis.plot(modes, np.exp(-alone["h"] * modes**2), color="black", label="predicted exp(-h k^2)")
     axis.plot(modes, alone["attenuation"], "o", color="tab:blue", markerfacecolor="none", label="operator alone")
     if block["observed_fourier_attenuation"] is not None:
-        axis.plot(3, block["observed_fourier_attenuation"], "k*", markersize=12, label="trained layers, relative to k = 0")
+        axis.plot(
+            3, block["observed_fourier_attenuation"], "k*", markersize=12, label="trained layers, relative to k = 0"
+        )
     axis.set(ylim=(-0.03, 1.08), xlim=(-0.5, min(len(modes), 12) + 0.5))
     axis.legend()
+    return None
 
 
 def draw_displacement(axis: Any, report: dict[str, Any]) -> None:
@@ -2413,8 +2365,11 @@ def draw_displacement(axis: Any, report: dict[str, Any]) -> None:
     axis.plot(tokens, alone["displacement"], "o", color="tab:blue", markerfacecolor="none", label="operator alone")
     if block["observed_transport_displacement"] is not None:
         middle = len(tokens) // 2
-        axis.plot(middle, block["observed_transport_displacement"], "k*", markersize=12, label="trained layers, confounded")
+        axis.plot(
+            middle, block["observed_transport_displacement"], "k*", markersize=12, label="trained layers, confounded"
+        )
     axis.legend()
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2502,7 +2457,12 @@ def build_parser() -> Parser:
     track_help = f"data: {', '.join(TRACKS)}, or FILE.py\nthat defines make(seed, split) (default: dynamics)"
     add("--track", default="dynamics", metavar="NAME", help=track_help)
     add("--idea", default="kinetic", metavar="FILE.py:Class", help="your own token-mixing layer (default: kinetic)")
-    add("--dtype", default="float64", choices=("float64", "float32"), help="float32 is faster, digits may vary (default: float64)")
+    add(
+        "--dtype",
+        default="float64",
+        choices=("float64", "float32"),
+        help="float32 is faster, digits may vary (default: float64)",
+    )
     add("--smoke", action="store_true", help="2 seeds and 2 epochs, into stage2_smoke/: for continuous integration")
     add = parser.add_argument_group("execution").add_argument
     jobs_help = "worker processes (default: the CPUs this process may use)\nunder torchrun the ranks do the work, and this must not be given"
@@ -2510,9 +2470,16 @@ def build_parser() -> Parser:
     add("--resume", action="store_true", help="go on from the journal of an earlier start (default: start afresh)")
     add = parser.add_argument_group("output").add_argument
     add("--out-dir", type=Path, metavar="DIR", help="where the files go (default: . or stage2_smoke)")
-    add("--plot", type=Path, metavar="FILE", help="also draw the result: png, svg or pdf; needs matplotlib (default: no)")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="also draw the result: png, svg or pdf; needs matplotlib (default: no)",
+    )
     add("--quiet", action="store_true", help="no progress on stderr (default: show it)")
-    diff_help = "train nothing; compare bench_report.json in --out-dir with REPORT\nexit status 0 same, 1 differs, 2 trouble"
+    diff_help = (
+        "train nothing; compare bench_report.json in --out-dir with REPORT\nexit status 0 same, 1 differs, 2 trouble"
+    )
     add("--diff", type=Path, metavar="REPORT", help=diff_help)
     add("--rtol", type=real, metavar="X", help="relative tolerance of measured fields in --diff (default: 0)")
     return parser
@@ -2794,7 +2761,9 @@ def execute(config: Config, options: argparse.Namespace, folder: Path) -> tuple[
         if isinstance(backend, Ranks):
             journal.known = backend.gather(journal.known)[0]
         if journal.skipped:
-            complain(f"warning: {journal.path}: {journal.skipped} torn or corrupt lines skipped; their runs train again")
+            complain(
+                f"warning: {journal.path}: skipped {journal.skipped} torn or corrupt lines; their runs train again"
+            )
         progress = Progress(count_runs(config), options.quiet or not writes)
         counted: set[Run] = set()
 
@@ -2821,7 +2790,9 @@ def execute(config: Config, options: argparse.Namespace, folder: Path) -> tuple[
 
 def machine_line(jobs: int) -> str:
     """Return the machine and the libraries in one line, without its name."""
-    libraries = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}, scipy {scipy.__version__}"
+    libraries = f"Python {platform.python_version()}, " + ", ".join(
+        f"{module.__name__} {module.__version__}" for module in (torch, np, scipy)
+    )
     return f"{platform.system()} {platform.machine()}, {available_cpus()} CPUs, {jobs} processes; {libraries}"
 
 

@@ -19,7 +19,9 @@ def make_split(seed, number, count, step=STEP):
     generator = np.random.default_rng([seed, number])
     low = (0.5, 0.5, 0.1, 0.2, 0.8, 0.0, -1.5, -1.0)
     high = (1.5, 1.5, 0.4, 0.5, 1.6, 2 * math.pi, 1.5, 1.0)
-    alpha, beta, delta, gamma, omega, phi, q0, v0 = [generator.uniform(a, b, count) for a, b in zip(low, high)]
+    alpha, beta, delta, gamma, omega, phi, q0, v0 = [
+        generator.uniform(a, b, count) for a, b in zip(low, high, strict=True)
+    ]
     noise = 0.005 * generator.standard_normal((count, 33))
 
     def right_hand_side(t, y):
@@ -67,7 +69,7 @@ class Model(torch.nn.Module):
         self.gru = torch.nn.GRU(channels, 32, batch_first=True)
         self.readout = torch.nn.Linear(32, 1)
         drawn = [self.gru.weight_ih_l0, self.gru.weight_hh_l0, self.gru.bias_ih_l0, self.gru.bias_hh_l0]
-        bounds = [(p, 32) for p in drawn + [self.readout.weight, self.readout.bias]]
+        bounds = [(p, 32) for p in [*drawn, self.readout.weight, self.readout.bias]]
         if h is not None:
             self.gate = torch.nn.Linear(channels, channels)
             self.mix = torch.nn.Linear(channels, channels)
