@@ -46,6 +46,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import multiprocessing
@@ -67,8 +68,6 @@ import scipy
 import torch
 from scipy import integrate, optimize, stats
 from torch import Tensor
-import operator
-import itertools
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Configuration
@@ -171,6 +170,7 @@ def stream(seed: int, purpose: str) -> np.random.Generator:
 DUFFING_STEP = 0.15  # time between samples
 DUFFING_NOISE = 0.005  # standard deviation of the position sensor
 CLOCK_JITTER = 0.2  # of a step, to either side: below 1/4, where trigonometric interpolation stays well conditioned
+BUILT_IN_CHANNELS = 3  # of every built-in track: position, velocity, drive; or x and two differences
 LORENZ_STEP = 0.06  # persistence errs by 0.3 and a parabola by 0.15 of the targets' std: not trivial
 LORENZ_WARM_UP = 1.0  # time to reach the attractor
 
@@ -957,18 +957,34 @@ def start_worker() -> None:
     threading.Thread(target=follow_parent, daemon=True).start()
 
 
-class WorkerPool:
+class Alone:
+    """Completes stacks one after the other in this process; the other backends are made from it."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def __enter__(self) -> Alone:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def run(self, stacks: Sequence[Stack]) -> Iterator[dict[Run, Record]]:
+        """Complete the stacks and yield their records as they come."""
+        for stack in stacks:
+            yield complete(self.config, stack)
+
+
+class WorkerPool(Alone):
     """Single-process executors, so that stacks of the same seeds go to the process that has their data already."""
 
     def __init__(self, config: Config, jobs: int, fork: bool) -> None:
-        self.config, self.before = config, set(multiprocessing.active_children())
+        super().__init__(config)
+        self.before = set(multiprocessing.active_children())
         context = multiprocessing.get_context("fork" if fork else "spawn")
         pool = functools.partial(concurrent.futures.ProcessPoolExecutor, 1, context, start_worker)
         self.workers = [pool() for _ in range(jobs)]
         self.seeds: list[set[int]] = [set() for _ in range(jobs)]
-
-    def __enter__(self) -> WorkerPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for worker in self.workers:
@@ -1004,29 +1020,8 @@ class WorkerPool:
                     ) from None
 
 
-class Alone:
-    """Complete stacks one after the other in this process."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    def __enter__(self) -> Alone:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def run(self, stacks: Sequence[Stack]) -> Iterator[dict[Run, Record]]:
-        """Complete the stacks and yield their records as they come."""
-        for stack in stacks:
-            yield complete(self.config, stack)
-
-
-class Ranks:
+class Ranks(Alone):
     """Share stacks over the ranks of torchrun (gloo); every rank learns every record, in the same order."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
 
     def __enter__(self) -> Ranks:
         torch.distributed.init_process_group("gloo")
@@ -1072,7 +1067,7 @@ class Execution:
     def __init__(
         self,
         config: Config,
-        backend: WorkerPool | Alone | Ranks,
+        backend: Alone,
         jobs: int,
         recall: Callable[[Run], Record | None] = lambda run: None,
         on_records: Callable[[dict[Run, Record]], None] = lambda found: None,
@@ -1140,7 +1135,7 @@ def sweep_means(config: Config, records: dict[Run, Record], grid: Sequence[Any],
     means = []
     for lr, h in grid:
         values = [printed(getattr(records[Run(seed, lr, h)], field)) for seed in config.sweep]
-        means.append(math.inf if None in values else float(np.mean(values)))
+        means.append(math.inf if None in values else printed(float(np.mean(values))))
     return means
 
 
@@ -1155,7 +1150,7 @@ def benchmark(config: Config, execution: Execution) -> Outcome:
     rows["placebo"] = [(lr, h) for lr, h in rows["placebo"] if len(h) == len(idea_h)]
     means = {name: sweep_means(config, records, grid, "score") for name, grid in rows.items()}
     pairs = {name: [Run(s, *best_row(grid, means[name])) for s in config.seeds] for name, grid in rows.items()}
-    execution.complete(functools.reduce(operator.iadd, pairs.values(), []), pairs["baseline"] + pairs["idea"])
+    execution.complete(itertools.chain(*pairs.values()), pairs["baseline"] + pairs["idea"])
 
     def arm(name: str) -> Arm:
         chosen = [records[run] for run in pairs[name]]
@@ -1199,6 +1194,11 @@ def differences(first: Sequence[float | None], second: Sequence[float | None]) -
     if None in (*first, *second):
         return None
     return np.subtract(second, first, dtype=np.float64)
+
+
+def has_spread(d: np.ndarray | None) -> bool:
+    """Say whether differences vary by more than rounding: what divides by their deviation needs it."""
+    return d is not None and len(d) > 1 and float(np.ptp(d)) > TIE * float(np.abs(d).max())
 
 
 def unit_scale(d: np.ndarray) -> np.ndarray:
@@ -1249,7 +1249,7 @@ def exact_p(d: np.ndarray | None, most: int = Config.exact_pairs) -> float | Non
 
 def bootstrap_interval(d: np.ndarray | None, resamples: int = Config.resamples) -> list[float] | None:
     """95 % BCa interval of the mean difference (Efron 1987); None with one pair, without spread, or diverged."""
-    if d is None or len(d) < 2 or np.ptp(d) == 0:
+    if not has_spread(d):
         return None
     scale = float(np.abs(d).max())
     interval = stats.bootstrap(
@@ -1261,7 +1261,7 @@ def bootstrap_interval(d: np.ndarray | None, resamples: int = Config.resamples) 
 
 def detectable_difference(d: np.ndarray | None, config: Config) -> float | None:
     """Return the smallest mean difference that a two-sided paired t-test finds with 80 % power at this n and spread."""
-    if d is None or len(d) < 2 or np.ptp(d) == 0:
+    if not has_spread(d):
         return None
     spread = stats.chi(len(d) - 1, scale=1 / math.sqrt(len(d) - 1))  # of the estimated over the true deviation
     critical = stats.t.ppf(1 - config.significance / 2, len(d) - 1)
@@ -1563,14 +1563,9 @@ def isolated_transport(operator: KineticOperator, config: Config) -> dict[str, A
 def statistics_block(config: Config, first: Sequence[float | None], second: Sequence[float | None]) -> dict[str, Any]:
     """Return what eight pairs can and cannot say, beyond the reference's p-value."""
     d, n = differences(first, second), len(first)
-    spread = d is not None and n > 1 and np.ptp(d) > 0
-    reason = None
-    if d is None:
-        reason = "a pair diverged"
-    elif n == 1:
-        reason = "one pair has no spread"
-    elif not spread:
-        reason = "all differences are equal"
+    spread, reason = has_spread(d), None
+    if not spread:
+        reason = "a pair diverged" if d is None else "one pair" if n == 1 else "all differences are equal"
     finite = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
     return {
         "p_exact": printed(exact_p(d, config.exact_pairs)),
@@ -1822,7 +1817,7 @@ def show(value: Any) -> str:
     """Show a report's value in a table: numbers in full, None as null."""
     if isinstance(value, str):
         return value.encode("ascii", "backslashreplace").decode()
-    return json.dumps(value) if value is not None else "null"
+    return json.dumps(value)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -1839,12 +1834,14 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 def chart(differences_by_seed: Sequence[float | None], width: int = 12) -> list[str]:
     """Draw each difference as a bar from the middle: '<' to the left is better, '>' to the right worse."""
     largest = max((abs(d) for d in differences_by_seed if d is not None), default=0.0) or 1.0
-    bars = []
-    for d in differences_by_seed:
-        size = 0 if d is None else math.ceil(abs(d) / largest * width)
-        left, right = ("<" * size, "") if d is None or d < 0 else ("", ">" * size)
-        bars.append(f"{left:>{width}}|{right:<{width}}" if d is not None else " diverged ".center(2 * width + 1))
-    return bars
+
+    def bar(d: float | None) -> str:
+        if d is None:
+            return "diverged".center(2 * width + 1)
+        size = math.ceil(abs(d) / largest * width)
+        return f"{'<' * size:>{width}}|" if d < 0 else f"{'|':>{width + 1}}{'>' * size}"
+
+    return [bar(d) for d in differences_by_seed]
 
 
 def sweep_lines(report: dict[str, Any]) -> list[str]:
@@ -1891,18 +1888,12 @@ def mechanism_lines(report: dict[str, Any]) -> list[str]:
     if "prediction" not in block:
         return [f"{name}: {show(value)}" for name, value in block.items()]
     rows = [("", "predicted", "observed", "relative error", "")]
-    shift = block["predicted_transport_displacement"], block["observed_transport_displacement"]
-    note = "confirmed" if block["confirmed"] else "not confirmed"
-    for name, (predicted, observed), last in (
-        (
-            "Fourier attenuation, k = 3",
-            (block["predicted_fourier_attenuation"], block["observed_fourier_attenuation"]),
-            note,
-        ),
-        ("transport displacement", shift, "not judged: gate and mixing confound it"),
+    for title, name, note in (
+        ("Fourier attenuation, k = 3", "fourier_attenuation", f"{'' if block['confirmed'] else 'not '}confirmed"),
+        ("transport displacement", "transport_displacement", "not judged: gate and mixing confound it"),
     ):
-        error = number(relative_error(observed, predicted), 7)
-        rows.append((name, number(predicted, 7), number(observed, 7), error, last))
+        pair = block[f"observed_{name}"], block[f"predicted_{name}"]
+        rows.append((title, number(pair[1], 7), number(pair[0], 7), number(relative_error(*pair), 7), note))
     moves = {True: "confirmed", False: "not confirmed", None: "not measurable"}
     return [
         *table(rows),
@@ -1932,11 +1923,12 @@ def placebo_sentence(report: dict[str, Any]) -> str:
         p = versus["p_value"] if versus["p_exact"] is None else versus["p_exact"]
         word = "better than" if versus["delta_mean"] < 0 else "worse than"
         against[name] = f"{word if p < Config.significance else 'no different from'} the {name} (p = {p:.3g})"
+    what = "the kinetic operator" if report["extensions"]["options"]["idea"] == "kinetic" else "the step h"
+    cause = f"{what} itself makes a difference"
     if "no different" in against["idea"]:
-        cause = "what the idea does, its gate and mixing do without the operator"
-    else:
-        cause = "the operator itself makes a difference"
-    return f"The placebo (h = 0, mean {block['full']['mean']:.3g}) is {against['baseline']} and {against['idea']}: {cause}."
+        cause = f"no sign that {what}, rather than the parameters around it, matters"
+    found = f"{against['baseline']} and {against['idea']}"
+    return f"The placebo (h = 0, mean {block['full']['mean']:.3g}) is {found}: {cause}."
 
 
 def verdict_sentence(report: dict[str, Any]) -> str:
@@ -1945,9 +1937,10 @@ def verdict_sentence(report: dict[str, Any]) -> str:
     if block["p_value"] is None:
         return f"On track {report['track']} the comparison is {block['verdict']}. {placebo_sentence(report)}"
     first, second = report["baseline"]["full"]["mean"], report["idea"]["mean"]
+    times = f" ({second / first:.2f} times)" if first else ""
     return (
         f"On track {report['track']}: {block['verdict']}. The idea's mean test MSE is {second:.4g}, the baseline's "
-        f"{first:.4g} ({second / first:.2f} times), with {block['idea_wins']} of {block['n_pairs']} pairs won and "
+        f"{first:.4g}{times}, with {block['idea_wins']} of {block['n_pairs']} pairs won and "
         f"p = {block['p_value']:.4g}. {placebo_sentence(report)}"
     )
 
@@ -2277,7 +2270,7 @@ def draw_sweep(axis: Any, report: dict[str, Any]) -> None:
     axis.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="mean test MSE", title="Sweep")
     rates = sorted(report["baseline"]["union_lr_grid"])
     axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
-    axis.minorticks_off()
+    axis.xaxis.minorticks_off()
     axis.legend()
 
 
@@ -2326,7 +2319,7 @@ def draw_rollout(axis: Any, report: dict[str, Any]) -> None:
         return unavailable(axis)
     axis.set(xscale="log", yscale="log")
     axis.set_xticks([row["horizon"] for row in rows], [str(row["horizon"]) for row in rows])
-    axis.minorticks_off()
+    axis.xaxis.minorticks_off()
     axis.legend()
     return None
 
@@ -2457,28 +2450,21 @@ def build_parser() -> Parser:
     track_help = f"data: {', '.join(TRACKS)}, or FILE.py\nthat defines make(seed, split) (default: dynamics)"
     add("--track", default="dynamics", metavar="NAME", help=track_help)
     add("--idea", default="kinetic", metavar="FILE.py:Class", help="your own token-mixing layer (default: kinetic)")
-    add(
-        "--dtype",
-        default="float64",
-        choices=("float64", "float32"),
-        help="float32 is faster, digits may vary (default: float64)",
-    )
+    dtype_help = "float32 is faster, its digits may vary (default: float64)"
+    add("--dtype", default="float64", choices=("float64", "float32"), help=dtype_help)
     add("--smoke", action="store_true", help="2 seeds and 2 epochs, into stage2_smoke/: for continuous integration")
     add = parser.add_argument_group("execution").add_argument
-    jobs_help = "worker processes (default: the CPUs this process may use)\nunder torchrun the ranks do the work, and this must not be given"
+    jobs_help = (
+        "worker processes (default: the CPUs this process may use);\nnot under torchrun, whose ranks do the work"
+    )
     add("--jobs", type=whole(1, MOST_JOBS), metavar="N", help=jobs_help)
     add("--resume", action="store_true", help="go on from the journal of an earlier start (default: start afresh)")
     add = parser.add_argument_group("output").add_argument
     add("--out-dir", type=Path, metavar="DIR", help="where the files go (default: . or stage2_smoke)")
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="also draw the result: png, svg or pdf; needs matplotlib (default: no)",
-    )
+    add("--plot", type=Path, metavar="FILE", help="draw the result: png, svg or pdf; needs matplotlib (default: no)")
     add("--quiet", action="store_true", help="no progress on stderr (default: show it)")
     diff_help = (
-        "train nothing; compare bench_report.json in --out-dir with REPORT\nexit status 0 same, 1 differs, 2 trouble"
+        "train nothing; compare bench_report.json in --out-dir with REPORT;\nstatus 0 same, 1 differs, 2 trouble"
     )
     add("--diff", type=Path, metavar="REPORT", help=diff_help)
     add("--rtol", type=real, metavar="X", help="relative tolerance of measured fields in --diff (default: 0)")
@@ -2531,7 +2517,7 @@ def existing_file(option: str, name: str) -> str:
 def check_track(config: Config) -> tuple[int, int]:
     """Return the tokens' shape (channel, time); of a custom track, check every seed's splits for equal shapes."""
     if config.track in TRACKS:
-        return build_dataset(dataclasses.replace(config, sizes=(1, 1, 1)), config.seeds[0]).tokens["train"].shape[:2]
+        return BUILT_IN_CHANNELS, config.length
     expected: dict[str, tuple[int, ...]] = {}
     for seed in config.seeds:
         for split in ("train", "test", "val"):
@@ -2605,15 +2591,15 @@ def check_folder(folder: Path) -> None:
             raise UsageError(f"argument --out-dir: {show(str(folder / name))} is a folder")
 
 
-def check_plot(path: Path | None) -> None:
-    """Raise UsageError where --plot could not be drawn or written at the end."""
+def check_plot(path: Path | None, folder: Path) -> None:
+    """Raise UsageError where --plot could not be drawn or written at the end; the output folder is made later."""
     if path is None:
         return
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"argument --plot: {show(str(path))} does not end in .png, .svg or .pdf")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("argument --plot: needs matplotlib, which is not installed: pip install matplotlib")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    if path.is_dir() or not (os.access(path.parent, os.W_OK) or path.parent.absolute() == folder.absolute()):
         raise UsageError(f"argument --plot: {show(str(path))} cannot be written")
 
 
@@ -2723,7 +2709,7 @@ def signals_raise() -> Iterator[None]:
             signal.signal(each, signal.SIG_DFL if handler is None else handler)
 
 
-def choose_backend(options: argparse.Namespace, config: Config) -> tuple[WorkerPool | Alone | Ranks, int]:
+def choose_backend(options: argparse.Namespace, config: Config) -> tuple[Alone, int]:
     """Return what completes the runs, and how many do it at once: torchrun's ranks, worker processes, or this one.
 
     Forking is fastest and safe while no thread pool has started: as a script on Linux, without a user's code.
@@ -2732,9 +2718,7 @@ def choose_backend(options: argparse.Namespace, config: Config) -> tuple[WorkerP
         if options.jobs:
             raise UsageError("argument --jobs: not under torchrun, whose ranks do the work (--nproc-per-node)")
         return Ranks(config), int(os.environ["WORLD_SIZE"])
-    jobs = options.jobs or available_cpus()
-    most = len(config.seeds) * len(config.lrs) * (1 + 2 * len(config.hs))
-    jobs = min(jobs, most)
+    jobs = min(options.jobs or available_cpus(), count_runs(config))
     if jobs == 1:
         return Alone(config), 1
     built_in = config.track in TRACKS and config.idea == "kinetic"
@@ -2762,7 +2746,7 @@ def execute(config: Config, options: argparse.Namespace, folder: Path) -> tuple[
             journal.known = backend.gather(journal.known)[0]
         if journal.skipped:
             complain(
-                f"warning: {journal.path}: skipped {journal.skipped} torn or corrupt lines; their runs train again"
+                f"warning: {journal.path}: {journal.skipped} torn or corrupt lines skipped; those runs train again"
             )
         progress = Progress(count_runs(config), options.quiet or not writes)
         counted: set[Run] = set()
@@ -2803,7 +2787,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("argument --rtol: goes with --diff")
     config = config_from(options)
     folder = output_folder(options)
-    check_plot(options.plot)
+    check_plot(options.plot, folder)
     shape = check_track(config)
     check_idea(config, shape)
     outcome, writes, jobs = execute(config, options, folder)
@@ -2827,8 +2811,8 @@ def output_folder(options: argparse.Namespace) -> Path:
 
 def diff(options: argparse.Namespace) -> int:
     """Compare the report in --out-dir with another.  Returns the exit status of diff(1)."""
-    theirs, ours = load_report(options.diff), load_report(output_folder(options) / REPORT)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # a foreign report may hold any number
+        theirs, ours = load_report(options.diff), load_report(output_folder(options) / REPORT)
         rows = compare_reports(theirs, ours, options.rtol or 0.0)
     emit("\n".join(diff_lines(rows)) + "\n")
     return int(any(row[3].startswith("DIFFERS") for row in rows))
