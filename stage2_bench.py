@@ -515,19 +515,18 @@ def gru_scan(packed: Tensor, tokens: Tensor, steps_kept: int, workspace: Workspa
     return columns, gates
 
 
-def gate_slopes(gates: Tensor, g: Tensor, slopes: Tensor) -> Tensor:
+def gate_slopes(gates: Tensor, g: Tensor, slopes: Tensor, scratch: Tensor) -> None:
     """Write into `slopes` what the backward pass multiplies dL/dg' by to get the gradient of each gate's sum.
 
-    gates, slopes (time, runs, 4 hidden, batch) in the order (n_h, r, z, n_x); g (time, runs, hidden, batch).
+    gates, slopes (time, runs, 4 hidden, batch) in the order (n_h, r, z, n_x); g, scratch (time, runs, hidden, batch).
     """
     n_h, r, z, s = gates.chunk(4, 2)
     to_n_h, to_r, to_z, to_n_x = slopes.chunk(4, 2)
     sigmoid_backward = torch.ops.aten.sigmoid_backward
-    sigmoid_backward(1 - z, s, grad_input=to_n_x)
+    sigmoid_backward(torch.neg(z, out=scratch).add_(1.0), s, grad_input=to_n_x)
     torch.mul(to_n_x, r, out=to_n_h)
-    sigmoid_backward(to_n_x * n_h, r, grad_input=to_r)
-    sigmoid_backward(g - s, z, grad_input=to_z)
-    return slopes
+    sigmoid_backward(torch.mul(to_n_x, n_h, out=scratch), r, grad_input=to_r)
+    sigmoid_backward(torch.sub(g, s, out=scratch), z, grad_input=to_z)
 
 
 class StackedGRU(torch.autograd.Function):
@@ -555,12 +554,14 @@ class StackedGRU(torch.autograd.Function):
         inputs = packed[:, hidden:, hidden:-1].transpose(1, 2)
         grad_packed = torch.zeros_like(packed)
         grad_tokens = gates.new_empty(length, runs, channels, batch) if ctx.needs_input_grad[0] else None
-        slopes = ctx.workspace.get("slopes", gates, min(CHUNK, length), runs, rows, batch)
+        slopes = ctx.workspace.get("slopes", gates, CHUNK, runs, rows, batch)
+        scratch = ctx.workspace.get("scratch", gates, CHUNK, runs, hidden, batch)
         delta = 2 * grad_hidden
         for t in reversed(range(length)):
             start = t - t % CHUNK
             if t == length - 1 or t % CHUNK == CHUNK - 1:
-                gate_slopes(gates[start : t + 1], columns[start : t + 1, :, :hidden], slopes[: t + 1 - start])
+                steps, count = slice(start, t + 1), t + 1 - start
+                gate_slopes(gates[steps], columns[steps, :, :hidden], slopes[:count], scratch[:count])
             carried = delta * gates[t, :, 2 * hidden : 3 * hidden]
             local = slopes[t - start]
             local.view(runs, 4, hidden, batch).mul_(delta[:, None])
@@ -845,7 +846,7 @@ def evaluate(model: StackedModel, flat: Tensor, split: str) -> Tensor:
 # 7. Runs over cores and hosts
 # ---------------------------------------------------------------------------------------------------------------------
 
-STACK = 6  # runs trained side by side: more outgrow the cache, fewer waste time on dispatch
+STACK = 12  # runs trained side by side: fewer waste time on dispatch, more outgrow the cache
 MOST_JOBS = 1024  # a larger --jobs is a slip of the finger
 
 
