@@ -170,6 +170,7 @@ def stream(seed: int, purpose: str) -> np.random.Generator:
 DUFFING_STEP = 0.15  # time between samples
 DUFFING_NOISE = 0.005  # standard deviation of the position sensor
 CLOCK_JITTER = 0.2  # of a step, to either side: below 1/4, where trigonometric interpolation stays well conditioned
+LARGEST_VALUE = 1e100  # of custom data; the square of a larger one may overflow
 BUILT_IN_CHANNELS = 3  # of every built-in track: position, velocity, drive; or x and two differences
 LORENZ_STEP = 0.06  # persistence errs by 0.3 and a parabola by 0.15 of the targets' std: not trivial
 LORENZ_WARM_UP = 1.0  # time to reach the attractor
@@ -285,10 +286,10 @@ def clock_angles(config: Config, seed: int, start: int = 0) -> np.ndarray | None
 @functools.lru_cache(maxsize=8)
 def load_file(path: str) -> Any:
     """Import a user's Python file by its path.  Raises UsageError with the reason in one line."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location(f"custom file {path}", path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path}: is not a Python file (*.py)")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -321,6 +322,8 @@ def custom_split(path: str, seed: int, split: str) -> tuple[np.ndarray, np.ndarr
     for name, values in (("tokens", tokens), ("targets", targets)):
         if not np.isfinite(values).all():
             raise UsageError(f"{where}: {name} hold NaN or infinity")
+        if np.abs(values).max() > LARGEST_VALUE:
+            raise UsageError(f"{where}: {name} reach {np.abs(values).max():.3g}, too large to standardise")
     return tokens, targets
 
 
@@ -356,7 +359,8 @@ def build_dataset(config: Config, seed: int) -> Dataset:
             arrays[split] = custom_split(config.track, seed, split)
     tokens, targets = arrays["train"]
     mean, std = tokens.mean(axis=(0, 1)), tokens.std(axis=(0, 1))
-    std = np.where(std > 0, std, 1.0)
+    constant = np.ptp(tokens, axis=(0, 1)) == 0  # whose mean and std are not exact in floating point
+    mean, std = np.where(constant, tokens[0, 0], mean), np.where(constant, 1.0, std)
     target_mean, target_std = float(targets.mean()), float(targets.std()) or 1.0
 
     def tensor(values: np.ndarray) -> Tensor:
@@ -847,6 +851,7 @@ def evaluate(model: StackedModel, flat: Tensor, split: str) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 
 STACK = 12  # runs trained side by side: fewer waste time on dispatch, more outgrow the cache
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 MOST_JOBS = 1024  # a larger --jobs is a slip of the finger
 
 
@@ -949,6 +954,8 @@ def start_worker() -> None:
     """Prepare a worker process: one thread, signals left to the parent, and no life without the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # held back at the start: see signals_held
     torch.set_num_threads(1)
 
     def follow_parent() -> None:
@@ -956,6 +963,29 @@ def start_worker() -> None:
         os._exit(1)
 
     threading.Thread(target=follow_parent, daemon=True).start()
+
+
+@contextlib.contextmanager
+def lost_if_killed(stack: Stack) -> Iterator[None]:
+    """Turn a worker's death into a RunError that names the runs it had."""
+    try:
+        yield
+    except BrokenProcessPool:
+        lost = "; ".join(map(str, stack.runs))
+        raise RunError(f"a worker process was killed; lost: {lost}; --resume goes on from the rest") from None
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Hold signals back while a process starts: fork hooks would swallow them, and a new child must not see them."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Alone:
@@ -1008,17 +1038,14 @@ class WorkerPool(Alone):
                     stack = self.nearest(waiting, worker)
                     waiting.remove(stack)
                     self.seeds[worker] |= stack.seeds
-                    busy[self.workers[worker].submit(complete, self.config, stack)] = worker, stack
+                    with lost_if_killed(stack), signals_held():
+                        busy[self.workers[worker].submit(complete, self.config, stack)] = worker, stack
             done, _ = concurrent.futures.wait(busy, return_when=concurrent.futures.FIRST_COMPLETED)
             for future in done:
                 _, stack = busy.pop(future)
-                try:
-                    yield future.result()
-                except BrokenProcessPool:
-                    lost = "; ".join(map(str, stack.runs))
-                    raise RunError(
-                        f"a worker process was killed; lost: {lost}; --resume goes on from the rest"
-                    ) from None
+                with lost_if_killed(stack):
+                    found = future.result()
+                yield found
 
 
 class Ranks(Alone):
@@ -1673,9 +1700,14 @@ def split_idea(idea: str) -> tuple[str, str]:
     return path, name
 
 
+def file_name(path: str) -> str:
+    """Return a file's name without folders, as UTF-8 text in any locale."""
+    return os.fsencode(Path(path).name).decode("utf-8", "backslashreplace")
+
+
 def file_identity(path: str, name: str | None = None) -> dict[str, str]:
     """Return a user's file as the report names it: its name, without folders, its SHA-256, and the class if any."""
-    identity = {"file": Path(path).name, "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
+    identity = {"file": file_name(path), "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
     return identity if name is None else identity | {"class": name}
 
 
@@ -1691,7 +1723,7 @@ def build_report(config: Config, outcome: Outcome, shape: tuple[int, int]) -> di
     built_in = config.track in TRACKS
     return {
         "bench_version": 1,
-        "track": config.track if built_in else Path(config.track).stem,
+        "track": config.track if built_in else file_name(config.track).removesuffix(".py"),
         "model": f"rnn_small_{name}_vs_raw",
         "metric_direction": "lower is better",
         "n_seeds": len(config.seeds),
@@ -1770,17 +1802,22 @@ class Journal:
 
     def _load(self) -> None:
         """Read the journal, later lines over earlier ones; count the lines that are torn or corrupt."""
-        with contextlib.suppress(FileNotFoundError):
-            for line in self.path.read_bytes().splitlines():
-                try:
-                    check, body = line.split(b" ", 1)
-                    if int(check, 16) != zlib.crc32(body):
-                        raise ValueError("checksum")
-                    entry = json.loads(body)
-                    weights = np.frombuffer(base64.b64decode(entry["weights"]), dtype=self.config.dtype)
-                    self.known[entry["key"]] = Record(entry["score"], entry["validation"], weights, entry["probe"])
-                except (ValueError, KeyError, TypeError):
-                    self.skipped += 1
+        try:
+            lines = self.path.read_bytes().splitlines()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise UsageError(f"argument --resume: cannot read {self.path}: {error.strerror}") from None
+        for line in filter(None, lines):
+            try:
+                check, body = line.split(b" ", 1)
+                if int(check, 16) != zlib.crc32(body):
+                    raise ValueError("checksum")
+                entry = json.loads(body)
+                weights = np.frombuffer(base64.b64decode(entry["weights"]), dtype=self.config.dtype)
+                self.known[entry["key"]] = Record(entry["score"], entry["validation"], weights, entry["probe"])
+            except (ValueError, KeyError, TypeError):
+                self.skipped += 1
 
     def recall(self, run: Run) -> Record | None:
         """Return the record of an earlier start, if there is one."""
@@ -1936,12 +1973,12 @@ def verdict_sentence(report: dict[str, Any]) -> str:
     """Return the verdict in words, from the report's numbers alone."""
     block = report["comparison"]
     if block["p_value"] is None:
-        return f"On track {report['track']} the comparison is {block['verdict']}. {placebo_sentence(report)}"
+        return f"On track {show(report['track'])} the comparison is {block['verdict']}. {placebo_sentence(report)}"
     first, second = report["baseline"]["full"]["mean"], report["idea"]["mean"]
     times = f" ({second / first:.2f} times)" if first else ""
     return (
-        f"On track {report['track']}: {block['verdict']}. The idea's mean test MSE is {second:.4g}, the baseline's "
-        f"{first:.4g}{times}, with {block['idea_wins']} of {block['n_pairs']} pairs won and "
+        f"On track {show(report['track'])}: {block['verdict']}. The idea's mean test MSE is {second:.4g}, the "
+        f"baseline's {first:.4g}{times}, with {block['idea_wins']} of {block['n_pairs']} pairs won and "
         f"p = {block['p_value']:.4g}. {placebo_sentence(report)}"
     )
 
@@ -1949,7 +1986,7 @@ def verdict_sentence(report: dict[str, Any]) -> str:
 def limitations(report: dict[str, Any]) -> list[str]:
     """Return the limits of this run, from its own numbers and options."""
     extra, n = report["extensions"], report["n_seeds"]
-    sentences = [f"One track ({report['track']}), one architecture, {extra['options']['epochs']} epochs."]
+    sentences = [f"One track ({show(report['track'])}), one architecture, {extra['options']['epochs']} epochs."]
     floor = extra["statistics"]["p_floor"]
     if floor >= Config.significance:
         sentences.append(f"{n} pairs cannot reach p < {Config.significance}: the smallest possible p is {floor:.4g}.")
@@ -1982,7 +2019,7 @@ def build_answer(report: dict[str, Any], options: str) -> dict[str, Any]:
     significant = p is not None and p < Config.significance and block["delta_mean"] != 0
     return {
         "worked": worked,
-        "confidence": 0 if p is None else math.floor(10 * (1 - p)),
+        "confidence": 0 if p is None else math.floor(printed(10 * (1 - p))),
         "verdict": verdict_sentence(report),
         "metrics": {
             "baseline": report["baseline"]["full"]["mean"],
@@ -2268,7 +2305,7 @@ def draw_sweep(axis: Any, report: dict[str, Any]) -> None:
             own.sort(key=lambda row: row["cfg"]["lr"])
             label = name if h == "null" else f"{name}, h = {h}"
             axis.plot([r["cfg"]["lr"] for r in own], [r["mean"] for r in own], label=label, **ARM_STYLE[name])
-    axis.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="mean test MSE", title="Sweep")
+    axis.set(xscale="log", yscale=scale_of(axis), xlabel="learning rate", ylabel="mean test MSE", title="Sweep")
     rates = sorted(report["baseline"]["union_lr_grid"])
     axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axis.xaxis.minorticks_off()
@@ -2285,7 +2322,8 @@ def draw_pairs(axis: Any, report: dict[str, Any]) -> None:
         means = [first["mean"], second["mean"]]
         axis.plot([0, 1], means, color="black", marker="D", linewidth=2.5, label="mean")
         axis.legend()
-    axis.set(yscale="log", ylabel="test MSE (target variance = 1)", title=f"{len(pairs)} pairs", xlim=(-0.3, 1.3))
+    axis.set(ylabel="test MSE (target variance = 1)", title=f"{len(pairs)} pairs", xlim=(-0.3, 1.3))
+    axis.set(yscale=scale_of(axis))
     axis.set_xticks([0, 1], ["baseline", "idea"])
 
 
@@ -2318,11 +2356,16 @@ def draw_rollout(axis: Any, report: dict[str, Any]) -> None:
     axis.set(xlabel="horizon (steps)", ylabel="RMSE (target std)", title="Closed-loop rollout")
     if not rows:
         return unavailable(axis)
-    axis.set(xscale="log", yscale="log")
+    axis.set(xscale="log", yscale=scale_of(axis))
     axis.set_xticks([row["horizon"] for row in rows], [str(row["horizon"]) for row in rows])
     axis.xaxis.minorticks_off()
     axis.legend()
     return None
+
+
+def scale_of(axis: Any) -> str:
+    """Return "log", or "linear" where nothing is drawn yet: a log axis needs a positive number."""
+    return "log" if any(len(line.get_ydata()) for line in axis.get_lines()) else "linear"
 
 
 def unavailable(axis: Any) -> None:
@@ -2371,6 +2414,7 @@ def draw_displacement(axis: Any, report: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 LARGEST_SEED = 2**32
+MOST_SEEDS = 10**6
 
 
 class Interrupted(BaseException):
@@ -2420,16 +2464,18 @@ def rate(text: str) -> float:
 
 def steps(text: str) -> tuple[float, ...]:
     """Parse a step size, or several joined by + for a multiscale stack."""
-    return tuple(real(part) for part in re.split(r"(?<![eE])\+", text))
+    try:
+        return tuple(real(part) for part in re.split(r"(?<![eE])\+", text))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{show(text)} is not a finite number >= 0, or several joined by +") from None
 
 
 def seed_range(text: str) -> tuple[int, ...]:
     """Parse N, seeds 0..N-1, or A:B, seeds A..B-1."""
-    parse = whole(0, LARGEST_SEED)
-    first, colon, last = text.partition(":")
-    start, stop = (parse(first), parse(last)) if colon else (0, parse(first))
-    if start >= stop or stop - start > 10**6:
-        raise argparse.ArgumentTypeError(f"{show(text)} names no seeds, or more than a million")
+    found = re.fullmatch(r"(?:([0-9]{1,10}):)?([0-9]{1,10})", text)
+    start, stop = (int(found[1] or 0), int(found[2])) if found else (0, 0)
+    if not start < stop <= LARGEST_SEED or stop - start > MOST_SEEDS:
+        raise argparse.ArgumentTypeError(f"{show(text)} is not N or A:B, from 1 to {MOST_SEEDS} seeds below 2^32")
     return tuple(range(start, stop))
 
 
@@ -2441,6 +2487,7 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
     )
+    parser._negative_number_matcher = re.compile(r"-[0-9.]|-inf|-nan")  # values to refuse, not unknown options
     add = parser.add_argument_group("experiment").add_argument
     seeds_help = "pairs: seeds 0..N-1, or A..B-1 for a replication on fresh seeds (default: 8)"
     add("--seeds", type=seed_range, metavar="N|A:B", help=seeds_help)
@@ -2600,7 +2647,8 @@ def check_plot(path: Path | None, folder: Path) -> None:
         raise UsageError(f"argument --plot: {show(str(path))} does not end in .png, .svg or .pdf")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("argument --plot: needs matplotlib, which is not installed: pip install matplotlib")
-    if path.is_dir() or not (os.access(path.parent, os.W_OK) or path.parent.absolute() == folder.absolute()):
+    in_place = os.access(path.parent, os.W_OK) or path.parent.absolute() == folder.absolute()
+    if os.path.isdir(path) or len(os.fsencode(path.name)) > 255 or not in_place:
         raise UsageError(f"argument --plot: {show(str(path))} cannot be written")
 
 
@@ -2680,27 +2728,26 @@ def emit(text: str) -> bool:
 
 
 def complain(message: str) -> None:
-    """Print one line on stderr."""
+    """Print one line on stderr, whatever line breaks the message has; nothing where stderr is closed."""
     with contextlib.suppress(OSError, ValueError):
-        print(f"stage2_bench.py: {message}", file=sys.stderr, flush=True)
+        if sys.stderr is not None:
+            print(f"stage2_bench.py: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
     """Turn SIGINT, SIGTERM and SIGHUP into Interrupted, once: while leaving, further ones are ignored."""
-    names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    watched = [getattr(signal, name) for name in names]
 
     def stop(number: int, _: object) -> None:
-        for each in watched:
+        for each in STOP_SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         raise Interrupted(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {each: signal.getsignal(each) for each in watched}
-    for each in watched:
+    before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
+    for each in STOP_SIGNALS:
         if before[each] is not signal.SIG_IGN:  # nohup stays nohup
             signal.signal(each, stop)
     try:

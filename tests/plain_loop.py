@@ -51,13 +51,13 @@ def make_data(seed, dtype=torch.float64):
 
 def kolmogorov(u, h):
     """One diffusion and one transport step on tokens (batch, token, channel)."""
-    length, channels = u.shape[1:]
+    (length, channels), dtype = u.shape[1:], u.dtype
     k = torch.arange(length // 2 + 1, dtype=torch.float64)
     u = torch.fft.irfft(torch.fft.rfft(u, dim=1) * torch.exp(-h * k * k)[:, None], n=length, dim=1)
     mode = torch.from_numpy(np.fft.fftfreq(channels) * channels)
     x = torch.arange(length, dtype=torch.float64)
     turn = torch.exp(-2j * math.pi * mode[None, :] * h * x[:, None] / channels)
-    return torch.fft.ifft(torch.fft.fft(u, dim=2) * turn, dim=2).real
+    return torch.fft.ifft(torch.fft.fft(u, dim=2) * turn, dim=2).real.to(dtype)
 
 
 class Model(torch.nn.Module):

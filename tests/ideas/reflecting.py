@@ -1,0 +1,25 @@
+"""The kinetic layer with reflecting ends: the first and the last token of the window are no neighbours."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).parent))  # a file of --idea is loaded by its path: its neighbours need this
+from residual import Residual
+
+
+class Reflecting(Residual):
+    """The residual form whose diffusion acts on the even modes cos(pi j (x + 1/2) / T) of the window."""
+
+    def diffuse(self, u):
+        """Multiply the mode of j half-waves by exp(-h (j/2)^2).
+
+        A periodic wave k has 2 k half-waves in the window, so equal lengths decay as in the periodic form.  The modes
+        are those of the window followed by its mirror image, a periodic signal of twice the length.
+        """
+        length = u.shape[1]
+        half_waves = torch.arange(length + 1, dtype=u.dtype)
+        decay = torch.exp(-self.h * (half_waves / 2) ** 2)[:, None]
+        mirrored = torch.cat([u, u.flip(1)], dim=1)
+        return torch.fft.irfft(torch.fft.rfft(mirrored, dim=1) * decay, n=2 * length, dim=1)[:, :length]
