@@ -952,10 +952,10 @@ def available_cpus() -> int:
 
 def start_worker() -> None:
     """Prepare a worker process: one thread, signals left to the parent, and no life without the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # held back at the start: see signals_held
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     torch.set_num_threads(1)
 
     def follow_parent() -> None:
@@ -977,15 +977,22 @@ def lost_if_killed(stack: Stack) -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Hold signals back while a process starts: fork hooks would swallow them, and a new child must not see them."""
-    if not hasattr(signal, "pthread_sigmask"):
+    """Hold stop signals back while a process starts: fork hooks would swallow what a handler raises, and a new child,
+    which inherits the mask, must not see them before `start_worker`.  What came meanwhile is raised at the end."""
+    if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
         yield
         return
+    came: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in STOP_SIGNALS}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 class Alone:
@@ -1018,11 +1025,10 @@ class WorkerPool(Alone):
         self.seeds: list[set[int]] = [set() for _ in range(jobs)]
 
     def __exit__(self, *_: object) -> None:
-        for worker in self.workers:
-            worker.shutdown(wait=False, cancel_futures=True)
         for process in set(multiprocessing.active_children()) - self.before:
             process.kill()
-            process.join()
+        for worker in self.workers:
+            worker.shutdown(wait=True, cancel_futures=True)
 
     def nearest(self, waiting: list[Stack], worker: int) -> Stack:
         """Take the stack with the most data that the worker has and the least that another has."""

@@ -22,7 +22,20 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_runs import CLEAN, PYTHON, SCRIPT, SMOKE, TINY, Later, finish, report_of, script, start, start_early
+from test_runs import (
+    CLEAN,
+    PYTHON,
+    SCRIPT,
+    SMOKE,
+    TINY,
+    Later,
+    finish,
+    one_thread,
+    report_of,
+    script,
+    start,
+    start_early,
+)
 
 import stage2_bench as bench
 
@@ -36,6 +49,8 @@ FILES = [bench.JOURNAL, bench.REPORT, bench.OUTPUT]
 def background(request):
     """Begin with all processes that the selected tests look at."""
     start_early(request, "places")
+    with one_thread():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy._core import _multiarray_umath
@@ -167,10 +168,21 @@ def start_early(request, *fixtures):
             request.getfixturevalue(name)
 
 
+@contextlib.contextmanager
+def one_thread():
+    """Compute on one thread, as the script does: two would fight with the processes in the background."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def background(request):
     """Begin with all processes that the selected tests look at."""
     start_early(request, "smokes", "clusters", "kills")
+    with one_thread():
+        yield
 
 
 def report_of(folder):
@@ -250,7 +262,9 @@ def test_spawned_workers_give_the_same_report(tmp_path, capfd):
     assert "2 processes" in capfd.readouterr().out
 
 
-SMALL = dataclasses.replace(bench.Config(), sizes=(64, 32, 16), epochs=1, sweep_seeds=2, lrs=(0.003,))
+SMALL = dataclasses.replace(
+    bench.Config(), sizes=(64, 32, 16), epochs=1, sweep_seeds=2, lrs=(0.003,), rollout_steps=4, horizons=(1, 4)
+)
 
 
 @functools.cache
