@@ -26,8 +26,8 @@ def find_ideas() -> dict[str, str]:
     """Return {form: "path.py:Class"} of tests/ideas; each file defines one module."""
     found = {}
     for path in sorted(IDEAS.glob("*.py")):
-        members = vars(bench.load_file(str(path))).values()
-        (name,) = [x.__name__ for x in members if isinstance(x, type) and x.__module__ == path.stem]
+        module = bench.load_file(str(path))
+        (name,) = [x.__name__ for x in vars(module).values() if getattr(x, "__module__", "") == module.__name__]
         found[path.stem] = f"{path}:{name}"
     return found
 
