@@ -966,13 +966,16 @@ def start_worker() -> None:
 
 
 @contextlib.contextmanager
-def lost_if_killed(stack: Stack) -> Iterator[None]:
-    """Turn a worker's death into a RunError that names the runs it had."""
+def failure_named(stack: Stack) -> Iterator[None]:
+    """Turn a worker's death, or what a user's code raised, into a RunError that names the runs lost by it."""
     try:
         yield
-    except BrokenProcessPool:
-        lost = "; ".join(map(str, stack.runs))
-        raise RunError(f"a worker process was killed; lost: {lost}; --resume goes on from the rest") from None
+    except (UsageError, RunError):
+        raise
+    except Exception as error:
+        killed = isinstance(error, BrokenProcessPool)
+        what, lost = "a worker process was killed" if killed else one_line(error), "; ".join(map(str, stack.runs))
+        raise RunError(f"{what}; lost: {lost}; --resume goes on from the rest") from error
 
 
 @contextlib.contextmanager
@@ -1010,7 +1013,9 @@ class Alone:
     def run(self, stacks: Sequence[Stack]) -> Iterator[dict[Run, Record]]:
         """Complete the stacks and yield their records as they come."""
         for stack in stacks:
-            yield complete(self.config, stack)
+            with failure_named(stack):
+                found = complete(self.config, stack)
+            yield found
 
 
 class WorkerPool(Alone):
@@ -1044,12 +1049,12 @@ class WorkerPool(Alone):
                     stack = self.nearest(waiting, worker)
                     waiting.remove(stack)
                     self.seeds[worker] |= stack.seeds
-                    with lost_if_killed(stack), signals_held():
+                    with failure_named(stack), signals_held():
                         busy[self.workers[worker].submit(complete, self.config, stack)] = worker, stack
             done, _ = concurrent.futures.wait(busy, return_when=concurrent.futures.FIRST_COMPLETED)
-            for future in done:
+            for future in sorted(done, key=lambda future: future.exception() is not None):  # what is sound comes first
                 _, stack = busy.pop(future)
-                with lost_if_killed(stack):
+                with failure_named(stack):
                     found = future.result()
                 yield found
 
@@ -1081,9 +1086,10 @@ class Ranks(Alone):
             result: dict[Run, Record] | str = {}
             try:
                 for stack in stacks[start + self.rank : start + self.rank + 1]:
-                    result = complete(self.config, stack)
-            except Exception as error:  # the others wait for this rank: tell them, then fail together
-                result = f"rank {self.rank}: {one_line(error)}"
+                    with failure_named(stack):
+                        result = complete(self.config, stack)
+            except (UsageError, RunError) as error:  # the others wait for this rank: tell them, then fail together
+                result = f"rank {self.rank}: {error}"
             for found in self.gather(result):
                 if isinstance(found, str):
                     raise RunError(found)

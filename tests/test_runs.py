@@ -286,6 +286,16 @@ def test_scores_do_not_depend_on_what_runs_beside(name):
     assert len(set(many.scores)) == 8
 
 
+@pytest.mark.parametrize("h", [None, (0.08,), (0.02, 0.3)])
+def test_a_run_is_the_same_alone_and_in_a_stack(h):
+    """Beside runs of other seeds and rates (and steps), a run has the printed score that it has alone."""
+    mixed = [bench.Run(s, lr, h and tuple(x * (1 + s) for x in h)) for s, lr in ((5, 0.003), (0, 0.01), (2, 0.003))]
+    together = bench.complete(SMALL, bench.Stack(tuple(mixed), frozenset()))
+    for run in mixed:
+        alone = bench.complete(SMALL, bench.Stack((run,), frozenset()))[run]
+        assert bench.printed(together[run].score) == bench.printed(alone.score)
+
+
 def test_fresh_seeds_are_seeds_of_their_own():
     """Seed 2 scores the same as the third of three and as the first of a replication on seeds 2..3."""
     first, later = small_outcome(seeds=(0, 1, 2)), small_outcome(seeds=(2, 3))
@@ -382,7 +392,6 @@ def test_idle_worker_killed_is_a_run_error():
             os.kill(pid, signal.SIGKILL)
         broken = until(lambda: pool.workers[0]._broken, 10)
         assert broken
-        # BUG: submit() raises BrokenProcessPool outside the try, which ends in a traceback
         with pytest.raises(bench.RunError, match=r"baseline lr 0\.003 seed 0.*--resume"):
             list(pool.run([stack]))
 
@@ -629,7 +638,6 @@ def test_journal_gives_back_every_bit(tmp_path):
 def test_unreadable_journal_is_one_line(tiny_run, tmp_path):
     """A journal that cannot be read (here a link to itself) is said in one line, not in a traceback."""
     (tmp_path / bench.JOURNAL).symlink_to(bench.JOURNAL)
-    # BUG: Journal._load lets every OSError but FileNotFoundError through
     status, err = tiny_run("--resume")
     assert status in (1, 2)
     assert len(err.splitlines()) == 1
@@ -760,7 +768,6 @@ def test_killed_worker_stops_the_run_and_names_what_is_lost(kills):
 def test_interrupt_while_workers_load_is_one_line(kills):
     """Ctrl-C while spawned workers still import their libraries: they must not each print a traceback."""
     ended = kills["spawning"]
-    # BUG: spawned workers have Python's own SIGINT handler until start_worker runs
     assert (ended.status, ended.survivors) == (130, [])
     assert len(ended.err.splitlines()) == 1, ended.err
 
@@ -768,6 +775,5 @@ def test_interrupt_while_workers_load_is_one_line(kills):
 def test_interrupt_at_the_moment_of_a_fork_is_not_lost(kills):
     """A signal that arrives while Python forks a worker ends the run: fork hooks must not swallow it."""
     ended = kills["forking"]
-    # BUG: Interrupted is raised within Python's fork hooks, which ignore exceptions; the run goes on
     assert (ended.status, ended.survivors) == (130, [])
     assert len(ended.err.splitlines()) == 1, ended.err
