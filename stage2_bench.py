@@ -6,41 +6,48 @@ tokens first?
 
 Design.  Both models get the same data, GRU weights and batch order, seed by seed.  Both sweep one learning-rate
 grid on the first seeds; then every seed is a pair at each model's best configuration.  A placebo, the same layer
-with h = 0, has the extra parameters without the physics.
+with h = 0, has the extra parameters without the physics.  Floors that need no network, learning curves and a knockout
+of the trained layer say what the verdict hangs on.
 
-Decision rule, fixed before the data.  Two-sided sign-flip test of the paired differences of the test MSE:
-p < 0.05 is significant, and the sign of the mean difference says better or worse.  The mechanism counts as confirmed
-where the layer's measured Fourier attenuation is within 10 % of exp(-9 h).
+Decision rule, fixed before the data.  Two-sided sign-flip test of the paired differences of the test MSE: p < 0.05 is
+significant, and the sign of the mean difference says better or worse.  Nothing is judged where a run diverged, or
+where both models are worse than predicting the mean.  The mechanism counts as confirmed where the layer's measured
+Fourier attenuation is within 10 % of exp(-9 h).
 
 Run.      python stage2_bench.py            the full benchmark
           python stage2_bench.py --smoke    2 seeds, 2 epochs: for continuous integration
           python stage2_bench.py --diff R   compare bench_report.json with the report R
           torchrun --nproc-per-node 2 stage2_bench.py
-Written.  bench_report.json (a pure function of the options), stage2_output.txt (the log), and a journal of finished
-runs (.stage2_journal.jsonl) from which --resume goes on.
+Written.  bench_report.json (a pure function of the options), stage2_output.txt (the log), and .stage2_runs/, a file
+for each training, from which --resume goes on.
 
 References.
   Cho et al. 2014, arXiv:1406.1078 (GRU); Kingma and Ba 2015, arXiv:1412.6980 (Adam).
   Kolmogorov 1934, Ann. Math. 35, 116 (the operator d_xx + x d_y); Trotter 1959 (operator splitting).
-  Good 2005, Permutation, Parametric and Bootstrap Tests of Hypotheses; Efron 1987, JASA 82, 171 (BCa interval).
+  Good 2005, Permutation, Parametric and Bootstrap Tests of Hypotheses; Horowitz and Sahni 1974, J. ACM 21, 277 (sums
+  by halves); Hartigan 1969, JASA 64, 1303 (typical values); Holm 1979, Scand. J. Stat. 6, 65.
 
-Sections.  1 configuration, 2 random streams, 3 tracks (data sets), 4 kinetic mixing, 5 models, many runs at once,
-6 training, 7 runs over cores and hosts, 8 sweep and pairs, 9 statistics, 10 mechanism signature, 11 extensions,
-12 report, answer and diff, 13 command line.
+Sections.  The experiment: 1 configuration, 2 random streams, 3 tracks (data sets), 4 layers, 5 many GRUs at once,
+6 training, 7 sweep and pairs, 8 statistics, 9 mechanism and closed loop.  The machinery, which nobody needs in order
+to understand or change the experiment: 10 cores and hosts, 11 report and diff, 12 log and figure, 13 command line.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import warnings
 
+if __name__ in ("__main__", "__mp_main__"):  # a script or its worker: what libraries warn of is not the user's concern
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 if __name__ == "__main__":  # Ctrl-C while the libraries load: leave at once, without a traceback
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse
-import base64
-import concurrent.futures
+import concurrent.futures.process
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -52,57 +59,88 @@ import math
 import multiprocessing
 import platform
 import re
+import secrets
 import sys
-import tempfile
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
 import numpy as np
 import scipy
 import torch
-from scipy import integrate, optimize, stats
-from torch import Tensor
+from scipy import integrate
+from torch import Tensor, nn
+
+VERSION = "2.0"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Configuration
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def option(default: Any, flag: str, metavar: str | None, text: str, parser: str = "str", **how: Any) -> Any:
+    """Declare a field of Config that the command line sets, read by a parser of section 13; `how` goes to argparse."""
+    return field(default=default, metadata={"flag": flag, "parser": parser, "metavar": metavar, "help": text} | how)
+
+
 @dataclass(frozen=True)
 class Config:
-    """Every experimental number of a run.  The first block has options; the rest is fixed by the specification."""
+    """Every experimental number.  The first block has options; the rest is fixed, and stands here with its reason."""
 
-    seeds: tuple[int, ...] = tuple(range(8))  # the pairs; one seed is one pair
-    sweep_seeds: int = 4  # how many of the first seeds the sweep averages over
-    lrs: tuple[float, ...] = (0.0015, 0.003, 0.006)  # Adam learning rates: the union grid of both models
-    hs: tuple[tuple[float, ...], ...] = ((0.08,),)  # step sizes of the layer; several in one entry are a stack
-    epochs: int = 16  # passes over the training split
-    track: str = "dynamics"  # a key of TRACKS, or the path of a Python file with make(seed, split)
-    idea: str = "kinetic"  # the built-in layer, or "path.py:Class"
-    dtype: str = "float64"  # float32 is faster and gives up the promise of equal digits
+    seeds: tuple[int, ...] = option(
+        (*range(8),), "--seeds", "N|A:B", "pairs: seeds 0..N-1, or A..B-1 for fresh ones (default: 8)", "seed_range"
+    )
+    sweep_seeds: int = option(
+        4, "--sweep-seeds", "N", "first seeds, for the sweep (default: 4, at most the seeds)", "count"
+    )
+    lrs: tuple[float, ...] = option(
+        (0.0015, 0.003, 0.006), "--lrs", "LR", "learning rates of all arms, or auto: the grid grows until no\n"
+        "best rate is at an edge (default: 0.0015 0.003 0.006)", "rate", nargs="+"
+    )  # fmt: skip
+    hs: tuple[tuple[float, ...], ...] = option(
+        ((0.08,),), "--h", "H", "step sizes; 0.02+0.08 is a multiscale stack (default: 0.08)", "steps", nargs="+"
+    )
+    epochs: int = option(16, "--epochs", "N", "passes over the training split (default: 16)", "count")
+    hidden: int = option(32, "--hidden", "N", "GRU units of both models (default: 32)", "count")
+    batch: int = option(64, "--batch", "N", "sequences a step; a short last one is kept (default: 64)", "count")
+    track: str = option(
+        "dynamics", "--track", "NAME", "data: dynamics, lorenz, irregular, or FILE.py that defines\nmake(seed, split) "
+        "(default: dynamics)"
+    )  # fmt: skip
+    idea: str = option("kinetic", "--idea", "FILE.py:Class", "your own token-mixing layer (default: kinetic)")
+    dtype: str = option(
+        "float64", "--dtype", None, "float32 is faster, its digits may vary (default: float64)",
+        choices=("float64", "float32")
+    )  # fmt: skip
 
-    hidden: int = 32  # GRU units
-    batch: int = 64  # sequences a step; a short last batch is kept
+    lr_search: str = "grid"  # "auto" (--lrs auto): the grid grows until no best rate is at an edge
+    growth: float = 2.0  # by which the next rate of --lrs auto lies beyond the edge
+    most_growth: int = 3  # rates that --lrs auto adds on either side, at the most
     length: int = 32  # tokens of a built-in track
     sizes: tuple[int, int, int] = (512, 1024, 256)  # trajectories in train, test, val
     rollout_steps: int = 64  # samples after the tokens, for the closed loop
     betas: tuple[float, float] = (0.9, 0.999)  # Adam's decay rates
     epsilon: float = 1e-8  # Adam's denominator offset
     clip: float = 1.0  # largest global gradient norm of a run
+    probe_sequences: int = 256  # first test sequences, for learning curve, signature and rollout
     flips: int = 20_000  # sampled sign flips of the reference's p-value
-    resamples: int = 9_999  # bootstrap resamples
     significance: float = 0.05  # a smaller p is significant
+    exact_pairs: int = 40  # up to here all 2^n sign flips are counted; the halves' 2^20 sums take half a second
+    tail: float = 0.025  # of the interval, on either side
+    subset_pairs: int = 16  # up to here the interval is made of all subsets, above of a sample of them
+    subsets: int = 9_999  # sampled subsets
     power: float = 0.8  # of the smallest detectable difference
-    exact_pairs: int = 16  # up to here all 2^n sign flips are enumerated
-    probe_sequences: int = 256  # first test sequences, for the signature and the rollout
+    power_samples: int = 1_000  # simulated studies that it is read from
+    learning: float = 0.9  # a model whose error fell below this share over half of its epochs is still learning
+    parity: float = 0.05  # parameters that differ by a larger share are said
     horizons: tuple[int, ...] = (1, 4, 16, 64)  # rollout steps reported
-    wave: int = 3  # Fourier mode of the attenuation signature
     tolerance: float = 0.1  # relative error up to which the signature confirms the mechanism
     operator_tolerance: float = 0.01  # the same for the operator alone, which no training blurs
 
@@ -116,9 +154,10 @@ class Config:
         """The dtype that trains."""
         return getattr(torch, self.dtype)
 
-    def size(self, split: str) -> int:
-        """Trajectories of a built-in track's split."""
-        return self.sizes[("train", "test", "val").index(split)]
+    @property
+    def checkpoints(self) -> list[int]:
+        """The epochs of the learning curve: 1, 2, 4, 8, ... and the last."""
+        return sorted({2**i for i in range(self.epochs.bit_length())} | {self.epochs})
 
 
 @dataclass(frozen=True, order=True)
@@ -132,12 +171,10 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """The configuration as the report prints it: h a number, or a list for a multiscale stack."""
-        h = self.h if self.h is None or len(self.h) > 1 else self.h[0]
-        return {"lr": self.lr, "h": list(h) if isinstance(h, tuple) else h}
+        return {"lr": self.lr, "h": self.h if self.h is None else self.h[0] if len(self.h) == 1 else list(self.h)}
 
     def __str__(self) -> str:
-        model = "baseline" if self.h is None else f"h {'+'.join(map(repr, self.h))}"
-        return f"{model} lr {self.lr!r} seed {self.seed}"
+        return f"{'baseline' if self.h is None else 'h ' + '+'.join(map(repr, self.h))} lr {self.lr!r} seed {self.seed}"
 
 
 class UsageError(Exception):
@@ -156,10 +193,7 @@ STREAMS = {"train": 0, "test": 1, "val": 2, "weights": 3, "order": 4, "clock": 5
 
 
 def stream(seed: int, purpose: str) -> np.random.Generator:
-    """Return a fresh generator for one purpose of one seed.  There is no other source of randomness.
-
-    Raises KeyError for a purpose that STREAMS does not name.
-    """
+    """Return a fresh generator for one purpose (a key of STREAMS) of one seed: the only source of randomness."""
     return np.random.default_rng([seed, STREAMS[purpose]])
 
 
@@ -167,14 +201,12 @@ def stream(seed: int, purpose: str) -> np.random.Generator:
 # 3. Tracks (data sets)
 # ---------------------------------------------------------------------------------------------------------------------
 
-DUFFING_STEP = 0.15  # time between samples
-DUFFING_NOISE = 0.005  # standard deviation of the position sensor
-CLOCK_JITTER = 0.2  # of a step, to either side: below 1/4, where trigonometric interpolation stays well conditioned
-LARGEST_VALUE = 1e100  # of custom data; the square of a larger one may overflow
+SPLITS = ("train", "val", "test")
+SENSOR_NOISE = 0.005  # standard deviation of a measured oscillator's position
 SOLVER_MARGIN = 1.0  # time; the solver's steps are about a tenth of it
-BUILT_IN_CHANNELS = 3  # of every built-in track: position, velocity, drive; or x and two differences
-LORENZ_STEP = 0.06  # persistence errs by 0.3 and a parabola by 0.15 of the targets' std: not trivial
-LORENZ_WARM_UP = 1.0  # time to reach the attractor
+LARGEST_VALUE = 1e100  # of custom data; the square of a larger one may overflow
+FEW_VALUES = 20  # whole-numbered targets with fewer distinct values look like classes
+Simulator = Callable[["Config", np.random.Generator, int, np.ndarray, int], tuple[np.ndarray, Any, np.ndarray | None]]
 
 
 @dataclass(frozen=True)
@@ -182,7 +214,7 @@ class Trajectories:
     """Simulated positions of one split, from which tokens, targets and the closed loop are made.
 
     times (samples,); position (trajectories, samples), true, and only to the target where nothing is rolled out;
-    measured (trajectories, window), what the tokens show; drive (trajectories, samples) or None; order: how many
+    measured (trajectories, window), what the tokens show; drive (trajectories, samples) or None; differences: how many
     backward differences follow the position in a token.
     """
 
@@ -190,281 +222,343 @@ class Trajectories:
     position: np.ndarray
     measured: np.ndarray
     drive: np.ndarray | None
-    order: int
-
-    @property
-    def window(self) -> int:
-        """Samples that the tokens need; the target is the position right after them."""
-        return self.measured.shape[1]
+    differences: int
 
 
-def encode(position: np.ndarray, times: np.ndarray, drive: np.ndarray | None, order: int) -> np.ndarray:
-    """Turn positions (trajectories, samples) into tokens (trajectories, samples - order, channels).
+@dataclass(frozen=True)
+class Track:
+    """A built-in data set: its simulator, its clock, and how many backward differences follow the position in a token.
 
-    The channels are the position, its first `order` backward differences over the true intervals, and the drive.
+    The clock is regular, or with jitter (share of a step, to either side) uneven: diffusion then acts on true times.
     """
-    channels = [position]
-    for _ in range(order):
-        last = channels[-1]
-        channels.append(np.diff(last, axis=1) / np.diff(times[-last.shape[1] :]))
-    if drive is not None:
-        channels.append(drive)
-    length = position.shape[1] - order
-    return np.stack([channel[:, -length:] for channel in channels], axis=-1)
+
+    simulate: Simulator
+    step: float
+    start: float = 0.0
+    jitter: float = 0.0
+    differences: int = 1
+
+    def times(self, config: Config, seed: int) -> np.ndarray:
+        """Return the sample times: those that the first token's differences need, the tokens, then the rollout's."""
+        count = self.differences + config.length + config.rollout_steps
+        times = self.start + self.step * np.arange(count)
+        if self.jitter:
+            times[1:] += self.step * stream(seed, "clock").uniform(-self.jitter, self.jitter, count)[1:]
+        return times
+
+    def angles(self, config: Config, seed: int, start: int = 0) -> np.ndarray | None:
+        """Return the angles (length,) of the tokens from number `start` on the circle of a window; None if regular."""
+        times = self.times(config, seed)[self.differences + start :][: config.length]
+        return 2 * np.pi * (times - times[0]) / (config.length * self.step) if self.jitter else None
+
+    def split(self, config: Config, seed: int, split: str) -> Trajectories:
+        """Simulate a split of a seed; only the test split is integrated past the target, for the closed loop."""
+        times, window = self.times(config, seed), self.differences + config.length
+        count = config.sizes[("train", "test", "val").index(split)]
+        wanted = len(times) if split == "test" else window + 1
+        position, noise, drive = self.simulate(config, stream(seed, split), count, times, wanted)
+        return Trajectories(times, position, position[:, :window] + noise, drive, self.differences)
 
 
-def simulate(
-    slope: Callable[[float, np.ndarray], np.ndarray], state: np.ndarray, times: np.ndarray, wanted: int, count: int
-) -> np.ndarray:
-    """Integrate all trajectories at once by DOP853 and return the first variable at the first `wanted` times,
-    (trajectories, samples).  The solver stops soon after those, but late enough that its steps up to there are to the
-    bit those of an integration to the last time."""
+def solve(slope: Callable[..., Any], state: np.ndarray, times: np.ndarray, wanted: int, count: int) -> np.ndarray:
+    """Integrate all trajectories at once and return the first variable at the first `wanted` times, (trajectories,
+    samples).  The solver stops soon after those, but late enough that its steps up to there are to the bit those of an
+    integration to the last time."""
     end, seen = min(float(times[-1]), float(times[wanted - 1]) + SOLVER_MARGIN), times[:wanted]
     solution = integrate.solve_ivp(slope, (0.0, end), state, method="DOP853", t_eval=seen, rtol=1e-10, atol=1e-12)
     return solution.y[:count].copy()
 
 
-def duffing_times(config: Config) -> np.ndarray:
-    """Return the sample times 0, 0.15, ... of the oscillators: one more than the tokens, then the rollout's."""
-    return DUFFING_STEP * np.arange(config.length + 1 + config.rollout_steps)
-
-
-def jittered_times(config: Config, seed: int) -> np.ndarray:
-    """Return the irregular clock of a seed: every sample but the first is up to 20 % of a step early or late."""
-    times = duffing_times(config)
-    jitter = stream(seed, "clock").uniform(-CLOCK_JITTER, CLOCK_JITTER, len(times))
-    return times + DUFFING_STEP * np.where(np.arange(len(times)) > 0, jitter, 0.0)
-
-
-def duffing(config: Config, seed: int, split: str, times: np.ndarray | None = None) -> Trajectories:
+def duffing(config: Config, rng: np.random.Generator, count: int, times: np.ndarray, wanted: int) -> Any:
     """Simulate q'' = -delta q' + alpha q - beta q^3 + gamma cos(omega t + phi), coefficients drawn by trajectory."""
-    times = duffing_times(config) if times is None else times
-    rng, count = stream(seed, split), config.size(split)
     bounds = [(0.5, 1.5), (0.5, 1.5), (0.1, 0.4), (0.2, 0.5), (0.8, 1.6), (0.0, 2 * np.pi), (-1.5, 1.5), (-1.0, 1.0)]
     alpha, beta, delta, gamma, omega, phi, q0, v0 = (rng.uniform(low, high, count) for low, high in bounds)
-    noise = DUFFING_NOISE * rng.standard_normal((count, config.length + 1))
+    noise = SENSOR_NOISE * rng.standard_normal((count, config.length + 1))
 
     def slope(t: float, state: np.ndarray) -> np.ndarray:
         q, v = state[:count], state[count:]
         return np.concatenate([v, (alpha - beta * q * q) * q - delta * v + gamma * np.cos(omega * t + phi)])
 
-    wanted = len(times) if split == "test" else config.length + 2  # only the test split is rolled out
-    position = simulate(slope, np.concatenate([q0, v0]), times, wanted, count)
     drive = gamma[:, None] * np.cos(omega[:, None] * times + phi[:, None])
-    return Trajectories(times, position, position[:, : noise.shape[1]] + noise, drive, order=1)
+    return solve(slope, np.concatenate([q0, v0]), times, wanted, count), noise, drive
 
 
-def irregular(config: Config, seed: int, split: str) -> Trajectories:
-    """Simulate the oscillators of `duffing`, sampled by the jittered clock of the seed."""
-    return duffing(config, seed, split, jittered_times(config, seed))
-
-
-def lorenz(config: Config, seed: int, split: str) -> Trajectories:
-    """Simulate Lorenz-63 (sigma 10, rho 28, beta 8/3; J. Atmos. Sci. 20, 130), observed by x and its differences."""
-    rng, count = stream(seed, split), config.size(split)
+def lorenz(config: Config, rng: np.random.Generator, count: int, times: np.ndarray, wanted: int) -> Any:
+    """Simulate Lorenz-63 (sigma 10, rho 28, beta 8/3; J. Atmos. Sci. 20, 130), observed by x."""
     start = [rng.uniform(low, high, count) for low, high in ((-15.0, 15.0), (-15.0, 15.0), (10.0, 40.0))]
-    times = LORENZ_WARM_UP + LORENZ_STEP * np.arange(config.length + 2 + config.rollout_steps)
 
     def slope(_: float, state: np.ndarray) -> np.ndarray:
         x, y, z = state.reshape(3, count)
         return np.concatenate([10.0 * (y - x), x * (28.0 - z) - y, x * y - 8.0 / 3.0 * z])
 
-    wanted = len(times) if split == "test" else config.length + 3
-    position = simulate(slope, np.concatenate(start), times, wanted, count)
-    return Trajectories(times, position, position[:, : config.length + 2], None, order=2)
+    return solve(slope, np.concatenate(start), times, wanted, count), 0.0, None
 
 
-TRACKS: dict[str, Callable[[Config, int, str], Trajectories]] = {
-    "dynamics": duffing,
-    "lorenz": lorenz,
-    "irregular": irregular,
+TRACKS = {
+    "dynamics": Track(duffing, step=0.15),
+    "lorenz": Track(lorenz, step=0.06, start=1.0, differences=2),  # a parabola errs by 0.15 of the targets' std
+    "irregular": Track(duffing, step=0.15, jitter=0.2),  # below 1/4 trigonometric interpolation is well conditioned
 }
 
 
-def clock_angles(config: Config, seed: int, start: int = 0) -> np.ndarray | None:
-    """Return the angles (length,) of the tokens from number `start` on the circle of one window; None if regular."""
-    if config.track != "irregular":
-        return None
-    times = jittered_times(config, seed)[1 + start : 1 + start + config.length]
-    return 2 * np.pi * (times - times[0]) / (config.length * DUFFING_STEP)
+def token_angles(config: Config, seed: int, start: int = 0) -> np.ndarray | None:
+    """Return the tokens' angles (length,) on the circle of one window; None where the track's clock is regular."""
+    return TRACKS[config.track].angles(config, seed, start) if config.track in TRACKS else None
 
 
-@functools.lru_cache(maxsize=8)
-def load_file(path: str) -> Any:
-    """Import a user's Python file by its path.  Raises UsageError with the reason in one line."""
-    spec = importlib.util.spec_from_file_location(f"custom file {path}", path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{path}: is not a Python file (*.py)")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"{path}: {one_line(error)}") from error
-    return module
+def encode(position: np.ndarray, times: np.ndarray, drive: np.ndarray | None, differences: int) -> np.ndarray:
+    """Turn positions (trajectories, samples) into tokens (trajectories, samples - differences, channels).
 
-
-def one_line(error: BaseException) -> str:
-    """Return an exception's type and message in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-
-
-def custom_split(path: str, seed: int, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens (N, T, C) and targets (N,) of a user's make(seed, split), checked.
-
-    Raises UsageError where there is no make, it fails, or what it returns has a wrong shape or is not finite.
+    The channels are the position, its backward differences over the true intervals, and the drive.
     """
-    make, where = getattr(load_file(path), "make", None), f"{path}: make({seed}, {split!r})"
-    if not callable(make):
-        raise UsageError(f"{path}: defines no function make(seed, split)")
-    try:
-        tokens, targets = make(seed, split)
-        tokens, targets = np.array(tokens, dtype=np.float64), np.array(targets, dtype=np.float64)
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"{where} -> tokens (N, T, C), targets (N,) failed: {one_line(error)}") from error
-    if tokens.ndim != 3 or tokens.shape[0] < 1 or tokens.shape[1] < 2 or tokens.shape[2] < 1:
-        raise UsageError(f"{where}: tokens have shape {tokens.shape}, not (N, T, C) with N >= 1, T >= 2, C >= 1")
-    if targets.shape != tokens.shape[:1]:
-        raise UsageError(f"{where}: targets have shape {targets.shape}, not ({len(tokens)},) as the tokens want")
-    for name, values in (("tokens", tokens), ("targets", targets)):
-        if not np.isfinite(values).all():
-            raise UsageError(f"{where}: {name} hold NaN or infinity")
-        if np.abs(values).max() > LARGEST_VALUE:
-            raise UsageError(f"{where}: {name} reach {np.abs(values).max():.3g}, too large to standardise")
-    return tokens, targets
+    channels = [position]
+    for _ in range(differences):
+        channels.append(np.diff(channels[-1], axis=1) / np.diff(times[-channels[-1].shape[1] :]))
+    channels += [] if drive is None else [drive]
+    return np.stack([channel[:, differences - position.shape[1] :] for channel in channels], axis=-1)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Mean and standard deviation of the training split, by channel or target column."""
+
+    mean: np.ndarray
+    std: np.ndarray
+
+    @classmethod
+    def of(cls, columns: np.ndarray) -> Scale:
+        """Measure columns (columns, values); a constant one has std 1.  A power of two taken out keeps the squares of
+        tiny values from underflow, and changes no digit of others."""
+        exponent = np.frexp(np.abs(columns).max(axis=1))[1]
+        scaled = np.ldexp(columns, -exponent[:, None])
+        mean, std = (np.ldexp(moment, exponent) for moment in (scaled.mean(axis=1), scaled.std(axis=1)))
+        constant = np.ptp(columns, axis=1) == 0  # whose mean and std are not exact in floating point
+        return cls(np.where(constant, columns[:, 0], mean), np.where(constant, 1.0, std))
+
+    def apply(self, values: np.ndarray) -> np.ndarray:
+        """Standardise values (..., columns)."""
+        return (values - self.mean) / self.std
+
+    def invert(self, values: np.ndarray) -> np.ndarray:
+        """Return the raw values of standardised ones (..., columns)."""
+        return values * self.std + self.mean
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The standardised splits of one seed.
+    """The splits of one seed.
 
-    tokens[split] (channel, time, sequences) and targets[split] (sequences,); means and stds of the training split,
-    tokens' (channel,) and the targets' two numbers; trajectories: the test split's, None on a custom track.
+    raw[split]: float64 tokens (N, T, C) and targets (N, K) as made; tokens[split] and targets[split]: the same in the
+    dtype that trains, standardised by the training split; trajectories: the test split's, None on a custom track.
     """
 
+    raw: dict[str, tuple[np.ndarray, np.ndarray]]
     tokens: dict[str, Tensor]
     targets: dict[str, Tensor]
-    token_mean: np.ndarray
-    token_std: np.ndarray
-    target_mean: float
-    target_std: float
+    token_scale: Scale
+    target_scale: Scale
     trajectories: Trajectories | None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, tokens, target columns."""
+        tokens, targets = self.raw["train"]
+        return tokens.shape[2], tokens.shape[1], targets.shape[1]
+
+    def digest(self, *splits: str) -> str:
+        """Return a hash of the raw bytes of splits."""
+        arrays = itertools.chain(*(self.raw[split] for split in splits))
+        return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+
+    def share_in_train(self, split: str) -> float:
+        """Return which share of a split's sequences stand in the training split too."""
+        known = {sequence.tobytes() for sequence in self.raw["train"][0]}
+        return float(np.mean([sequence.tobytes() in known for sequence in self.raw[split][0]]))
 
 
 @functools.lru_cache(maxsize=16)
 def build_dataset(config: Config, seed: int) -> Dataset:
-    """Build the three splits of a seed, standardised by the training split.  A constant channel becomes zeros."""
-    arrays, trajectories = {}, None
-    for split in ("train", "val", "test"):
+    """Build the three splits of a seed, standardised by the training split."""
+    raw, path = {}, None
+    for split in SPLITS:
         if config.track in TRACKS:
-            trajectories = TRACKS[config.track](config, seed, split)
-            window, drive = trajectories.window, trajectories.drive
-            drive = None if drive is None else drive[:, :window]
-            tokens = encode(trajectories.measured, trajectories.times[:window], drive, trajectories.order)
-            arrays[split] = tokens, trajectories.position[:, window]
+            path = TRACKS[config.track].split(config, seed, split)
+            window = path.measured.shape[1]
+            drive = None if path.drive is None else path.drive[:, :window]
+            tokens = encode(path.measured, path.times[:window], drive, path.differences)
+            raw[split] = tokens, path.position[:, window : window + 1]
         else:
-            arrays[split] = custom_split(config.track, seed, split)
-    tokens, targets = arrays["train"]
-    mean, std = tokens.mean(axis=(0, 1)), tokens.std(axis=(0, 1))
-    constant = np.ptp(tokens, axis=(0, 1)) == 0  # whose mean and std are not exact in floating point
-    mean, std = np.where(constant, tokens[0, 0], mean), np.where(constant, 1.0, std)
-    target_mean, target_std = float(targets.mean()), float(targets.std()) or 1.0
-
-    def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(config.torch_dtype)
-
-    return Dataset(
-        tokens={split: tensor(((x - mean) / std).transpose(2, 1, 0)) for split, (x, _) in arrays.items()},
-        targets={split: tensor((y - target_mean) / target_std) for split, (_, y) in arrays.items()},
-        token_mean=mean,
-        token_std=std,
-        target_mean=target_mean,
-        target_std=target_std,
-        trajectories=trajectories,
-    )
+            raw[split] = custom_split(config.track, seed, split)
+    tokens, targets = raw["train"]
+    scales = Scale.of(tokens.reshape(-1, tokens.shape[2]).T), Scale.of(np.ascontiguousarray(targets.T))
+    ready = [
+        {split: torch.from_numpy(scale.apply(own[i])).to(config.torch_dtype) for split, own in raw.items()}
+        for i, scale in enumerate(scales)
+    ]
+    return Dataset(raw, *ready, *scales, path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. Kinetic mixing
+# 4. Layers
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class KineticOperator:
-    """One Lie-Trotter step of the Kolmogorov operator d_xx + x d_y on the (token x, channel y) grid, both periodic.
+def trigonometric_fit(length: int, angles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the trigonometric polynomials at the angles (token, function), cosines then sines, and the pseudo-inverse
+    that fits them.  The last sine of an even length, which vanishes at regular places, is left out: as many functions
+    as tokens."""
+    phase = angles[:, None] * np.arange(length // 2 + 1)
+    basis = np.concatenate([np.cos(phase), np.sin(phase[:, 1 : (length + 1) // 2])], axis=1)
+    return basis, np.linalg.pinv(basis)
 
-    Applied to tokens (runs, channel, time, batch): first diffusion along the tokens, every Fourier mode k times
-    exp(-h k^2); then transport along the channels, token x shifted by h x (Kolmogorov 1934).  h (runs,).  With
-    `angles` (runs, time), the tokens' places on the circle, the Fourier coefficients are the least-squares fit of
-    the trigonometric polynomials, as many as tokens; at regular angles that is the FFT's operator.
+
+def wave_and_analysis(k: int, length: int, angles: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return cos(k theta) at the tokens (length,), and the complex weights (length,) whose sum with a signal is its
+    k-th Fourier coefficient: the FFT's, or on uneven angles the least-squares fit's."""
+    if angles is None:
+        regular = 2 * np.pi * np.arange(length) / length
+        return np.cos(k * regular), np.exp(-1j * k * regular)
+    coefficients = trigonometric_fit(length, angles)[1]
+    sine = coefficients[length // 2 + k] if 0 < k < (length + 1) // 2 else 0.0
+    return np.cos(k * angles), coefficients[k] - 1j * sine
+
+
+def diffusion_matrix(length: int, h: float, angles: np.ndarray | None = None) -> np.ndarray:
+    """Return the matrix (token, token) that multiplies the k-th Fourier mode along the tokens by exp(-h k^2).
+
+    At h = 0 it is the identity to the bit.  With angles (length,), the tokens' places on the circle, the modes are
+    those of the least-squares fit; at regular angles that is the FFT's operator.
+    """
+    decay = np.exp(-h * np.arange(length // 2 + 1.0) ** 2)
+    if h == 0:
+        return np.eye(length)
+    if angles is None:
+        return np.fft.irfft(np.fft.rfft(np.eye(length), axis=0) * decay[:, None], n=length, axis=0)
+    basis, coefficients = trigonometric_fit(length, angles)
+    return (basis * np.concatenate([decay, decay[1 : (length + 1) // 2]])) @ coefficients
+
+
+def transport_matrix(length: int, channels: int, h: float) -> np.ndarray:
+    """Return the matrices (token, channel, channel) that shift token x by h x along the channels: the fractional
+    circular shift, mode l times exp(-2 pi i l h x / C), its real part.  At h = 0 they are the identity to the bit."""
+    if h == 0:
+        return np.tile(np.eye(channels), (length, 1, 1))
+    shift = h * np.arange(length)[:, None] * (np.fft.fftfreq(channels) * channels) / channels
+    spectrum = np.exp(-2j * np.pi * shift)[:, :, None] * np.fft.fft(np.eye(channels), axis=0)
+    return np.fft.ifft(spectrum, axis=1).real
+
+
+def uniform(rng: np.random.Generator, fan: int, *shape: int) -> np.ndarray:
+    """Draw weights from [-1/sqrt(fan), 1/sqrt(fan))."""
+    return rng.uniform(-1 / math.sqrt(fan), 1 / math.sqrt(fan), shape)
+
+
+class KineticLayer(nn.Module):
+    """u + g * (W_m K(u) + b_m) with the gate g = sigmoid(W_g u + b_g), by token and channel.
+
+    K is one Lie-Trotter step of size h of the Kolmogorov operator d_xx + x d_y on the (token x, channel y) grid, both
+    axes periodic: first diffusion along the tokens, then transport along the channels (Kolmogorov 1934).  Tokens u are
+    (batch, token, channel).  `draw`, `place` and `signature` are what any layer may offer.
     """
 
-    def __init__(self, h: Tensor, length: int, channels: int, angles: Tensor | None = None) -> None:
-        self.h, self.length, self.channels, self.angles = h, length, channels, angles
-        self.modes = torch.arange(length // 2 + 1, dtype=h.dtype)
-        self.decay = torch.exp(-h[:, None] * self.modes**2)  # (runs, mode)
-        wave = torch.from_numpy(np.fft.fftfreq(channels) * channels).to(h.dtype)
-        shift = h[:, None, None] * torch.arange(length, dtype=h.dtype) * wave[:, None]
-        self.phase = torch.exp(-2j * math.pi * shift / channels)[..., None]  # (runs, channel mode, time, 1)
-        if angles is not None:
-            self.basis, self.coefficients = self._fit(angles)
-            decays = torch.cat([self.decay, self.decay[:, 1 : (length + 1) // 2]], 1)
-            self.matrix = (self.basis * decays[:, None]) @ self.coefficients
+    prediction = "x Fourier attenuation approximately exp(-h*k^2) and transport displacement proportional to h*x"
+    judged: ClassVar = {"fourier_attenuation": "attenuation_relative_error"}  # what decides `confirmed`: its error
+    mode = 3  # Fourier mode of the attenuation signature
 
-    def _fit(self, angles: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the basis (runs, time, mode), cosines then sines, and its pseudo-inverse.  The last sine of an even
-        length, which vanishes on a regular grid, is left out: as many functions as tokens."""
-        phase = angles[..., None] * self.modes
-        basis = torch.cat([torch.cos(phase), torch.sin(phase[..., 1 : (self.length + 1) // 2])], -1)
-        return basis, torch.linalg.pinv(basis)
+    def __init__(self, channels: int, length: int, h: float) -> None:
+        super().__init__()
+        self.h = h
+        self.gate, self.mix = nn.Linear(channels, channels), nn.Linear(channels, channels)
+        self.register_buffer("transport", torch.from_numpy(transport_matrix(length, channels, h)).to(self.mix.weight))
+        self.register_buffer("diffusion", self.mix.weight.new_empty(length, length))
+        self.place(None)
 
-    def diffuse(self, tokens: Tensor) -> Tensor:
-        """Multiply the k-th Fourier mode along the tokens by exp(-h k^2)."""
-        if self.angles is not None:
-            return self.matrix[:, None] @ tokens
-        spectrum = torch.fft.rfft(tokens, dim=2) * self.decay[:, None, :, None]
-        return torch.fft.irfft(spectrum, n=self.length, dim=2)
+    def place(self, angles: np.ndarray | None) -> None:
+        """Take the tokens' places (length,) on the circle; None: regular ones."""
+        self.angles = angles
+        self.diffusion.copy_(torch.from_numpy(diffusion_matrix(len(self.diffusion), self.h, angles)))
 
-    def transport(self, tokens: Tensor) -> Tensor:
-        """Shift token x by h x along the channels, by a fractional circular shift."""
-        return torch.fft.ifft(torch.fft.fft(tokens, dim=1) * self.phase, dim=1).real
+    def draw(self, rng: np.random.Generator) -> None:
+        """Draw the initial weights from the run's own stream."""
+        for weight in (self.gate.weight, self.gate.bias, self.mix.weight, self.mix.bias):
+            weight.data.copy_(torch.from_numpy(uniform(rng, len(self.mix.bias), *weight.shape)))
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Return K(tokens), of the same shape and dtype."""
-        return self.transport(self.diffuse(tokens.to(self.h.dtype))).to(tokens.dtype)
+    def operator(self, u: Tensor) -> Tensor:
+        """Return K(u)."""
+        diffused = torch.einsum("xy,byc->bxc", self.diffusion, u)
+        return torch.einsum("xdc,bxc->bxd", self.transport, diffused)
 
-    def of(self, index: int) -> KineticOperator:
-        """Return the operator of one run of the stack."""
-        angles = None if self.angles is None else self.angles[index : index + 1]
-        return KineticOperator(self.h[index : index + 1], self.length, self.channels, angles)
+    def forward(self, u: Tensor) -> Tensor:
+        """Return the mixed tokens."""
+        return u + torch.sigmoid(self.gate(u)) * self.mix(self.operator(u))
 
-    def wave(self, k: int) -> Tensor:
-        """Return cos(k theta) at the tokens, (runs, time)."""
-        angles = 2 * math.pi * torch.arange(self.length, dtype=self.h.dtype) / self.length
-        return torch.cos(k * (angles.expand(len(self.h), -1) if self.angles is None else self.angles))
+    def signature(self, tokens: Tensor) -> dict[str, float]:
+        """Return what the mechanism predicts, and what the layer does to these tokens (section 9)."""
+        attenuation, displacement = kinetic_signature(self, tokens)
+        return {
+            "predicted_fourier_attenuation": math.exp(-self.h * self.mode**2),
+            "observed_fourier_attenuation": attenuation,
+            "predicted_transport_displacement": self.h * (tokens.shape[1] // 2),
+            "observed_transport_displacement": displacement,
+        }
 
-    def analysis(self, k: int) -> Tensor:
-        """Return the complex weights (runs, time) whose sum with a signal is its k-th Fourier coefficient."""
-        if self.angles is None:
-            angles = 2 * math.pi * torch.arange(self.length, dtype=self.h.dtype) / self.length
-            return torch.exp(-1j * k * angles).expand(len(self.h), -1)
-        cosine = self.coefficients[:, k]
-        has_sine = 0 < k < (self.length + 1) // 2
-        sine = self.coefficients[:, self.length // 2 + k] if has_sine else torch.zeros_like(cosine)
-        return torch.complex(cosine, -sine)
+
+LAYERS: dict[str, type[nn.Module]] = {"kinetic": KineticLayer}
+
+
+@contextlib.contextmanager
+def computing(config: Config) -> Iterator[None]:
+    """Compute in the dtype that trains, also what a user's layer makes anew; what libraries warn of is not said."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(config.torch_dtype)
+    try:
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build_layers(config: Config, run: Run, channels: int, length: int) -> list[nn.Module]:
+    """Construct the layers of one run, in the dtype that trains: none for the baseline, several for a stack.
+
+    torch's generator is seeded by the run's seed, and restored afterwards; lazy parameters are initialised.
+    """
+    layers, dtype = [], config.torch_dtype
+    with torch.random.fork_rng(devices=[]), computing(config):
+        torch.manual_seed(run.seed)
+        for h in run.h or ():
+            layer = layer_class(config.idea)(channels, length, h)
+            if any(map(nn.parameter.is_lazy, (*layer.parameters(), *layer.buffers()))):
+                layer(torch.zeros(2, length, channels))
+            for value in (*layer.parameters(), *layer.buffers()):
+                if value.is_floating_point() or value.is_complex():
+                    value.data = value.data.to(dtype.to_complex() if value.is_complex() else dtype)
+            layers.append(layer)
+    return layers
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 5. Models, many runs at once
+# 5. Many GRUs at once
 # ---------------------------------------------------------------------------------------------------------------------
 
 CHUNK = 2  # time steps whose backward factors are computed together: more outgrow the cache, fewer cost dispatch
+CACHE_LINE = 16  # numbers: rows of parameters are multiples, so that no run's arithmetic sees its place in memory
+
+
+def pack_rows(packed: Tensor) -> Tensor:
+    """Return the factors (4 hidden, 1) of the rows (2 a_h, a_r, -a_z, 2 a_x)."""
+    return packed.new_tensor([2.0, 1.0, -1.0, 2.0]).repeat_interleave(packed.shape[1] // 4)[:, None]
 
 
 def pack_gru(w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor) -> Tensor:
-    """Pack GRU weights of PyTorch's gate order (r, z, n) into one matrix (runs, 4 hidden, hidden + channel + 1).
+    """Pack GRU weights of PyTorch's gate order (r, z, n) into one matrix (runs, 4 hidden, hidden + channels + 1).
 
-    It multiplies the column (g, x, 1), where g = (h + 1) / 2, and gives the rows (n_h, r, z, n_x) before their
-    nonlinearity.  The rows of n are doubled, so that tanh(a) = 2 sigmoid(2 a) - 1 costs a sigmoid; in g, the state
-    needs no further step: h' = (1 - z) n + z h reads g' = (1 - z) sigmoid(2 a) + z g.
+    The GRU (Cho et al. 2014) is  r, z = sigmoid(W x + b + U h + c),  n = tanh(W x + b + r (U h + c)),
+    h' = (1 - z) n + z h.  With g = (h + 1) / 2, y = 1 - z and s = (n + 1) / 2 it reads
+        r = sigmoid(a_r),  y = sigmoid(-a_z),  s = sigmoid(2 (a_x + r a_h)),  g' = g + y (s - g),
+    where each a is linear in the column (g, x, 1): U h = 2 U g - U 1.  So all sums of a step are one product with that
+    column, and give the rows (2 a_h, a_r, -a_z, 2 a_x); no tanh, and one lerp for the state.
     """
     runs, rows, channels = w_ih.shape
     hidden = rows // 3
@@ -473,324 +567,204 @@ def pack_gru(w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor) -> Tensor:
     packed[:, hidden:, -1] = b_ih
     packed[:, : 3 * hidden, :hidden] = 2 * w_hh.roll(hidden, 1)
     packed[:, : 3 * hidden, -1] += (b_hh - w_hh.sum(2)).roll(hidden, 1)
-    packed[:, :hidden] *= 2
-    packed[:, 3 * hidden :] *= 2
-    return packed
+    return packed.mul_(pack_rows(packed))
 
 
 def unpack_gru_gradient(gradient: Tensor, hidden: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Turn the gradient of `pack_gru`'s matrix, in place, into those of (w_ih, w_hh, b_ih, b_hh)."""
-    gradient[:, :hidden] *= 2
-    gradient[:, 3 * hidden :] *= 2
+    gradient.mul_(pack_rows(gradient))
     bias = gradient[:, : 3 * hidden, -1]
     recurrent = 2 * gradient[:, : 3 * hidden, :hidden] - bias[..., None]
     inputs = gradient[:, hidden:]
     return inputs[..., hidden:-1], recurrent.roll(-hidden, 1), inputs[..., -1], bias.roll(-hidden, 1)
 
 
-class Workspace:
-    """Buffers that the steps of a training use again and again, one for each name and shape."""
+class Scan:
+    """The recurrences of many GRUs over tokens of one shape: buffers, and views of them, that every step uses again.
 
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[Any, ...], Tensor] = {}
-
-    def get(self, name: str, like: Tensor, *shape: int) -> Tensor:
-        """Return the buffer of this name, shape and the dtype of `like`; its contents are the last use's."""
-        key = (name, like.dtype, shape)
-        if key not in self._buffers:
-            self._buffers[key] = like.new_empty(shape)
-        return self._buffers[key]
-
-
-def gru_scan(packed: Tensor, tokens: Tensor, steps_kept: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
-    """Run the GRUs over tokens (runs, channel, time, batch) from the zero state.
-
-    Returns the columns (g, x, 1), (time + 1, runs, hidden + channel + 1, batch), and the gates (n_h, r, z, s) of the
-    last `steps_kept` steps, (steps_kept, runs, 4 hidden, batch), where n = 2 s - 1.
+    columns (time + 1, runs, hidden + channels + 1, batch) hold (g, x, 1); gates (time, runs, 4 hidden, batch) the rows
+    of `pack_gru`.  Slicing costs as much as arithmetic here, so all slices are made once.  What a forward pass leaves
+    is read by its backward pass; in between, the same scan must not be used.
     """
-    runs, channels, length, batch = tokens.shape
-    hidden = packed.shape[1] // 4
-    columns = workspace.get("columns", tokens, length + 1, runs, hidden + channels + 1, batch)
-    gates = workspace.get("gates", tokens, steps_kept, runs, 4 * hidden, batch)
-    columns[0, :, :hidden] = 0.5
-    columns[:length, :, hidden:-1] = tokens.permute(2, 0, 1, 3)
-    columns[:length, :, -1] = 1.0
-    for t in range(length):
-        gate = gates[t % steps_kept]
-        torch.bmm(packed, columns[t], out=gate)
-        n_h, r_z, s = gate[:, :hidden], gate[:, hidden : 3 * hidden], gate[:, 3 * hidden :]
-        r_z.sigmoid_()
-        s.addcmul_(r_z[:, :hidden], n_h).sigmoid_()
-        torch.lerp(s, columns[t, :, :hidden], r_z[:, hidden:], out=columns[t + 1, :, :hidden])
-    return columns, gates
 
+    def __init__(self, tokens: Tensor, hidden: int, backward: bool) -> None:
+        runs, batch, length, channels = tokens.shape
+        self.hidden = hidden
+        self.columns = tokens.new_empty(length + 1, runs, hidden + channels + 1, batch)
+        self.columns[0, :, :hidden] = 0.5
+        self.columns[:, :, -1] = 1.0
+        self.inputs, states = self.columns[:-1, :, hidden:-1], self.columns[:, :, :hidden]
+        gates = tokens.new_empty(length if backward else 1, runs, 4 * hidden, batch)
+        self.steps: list[tuple[Tensor, ...]] = []
+        for t in range(length):
+            gate = gates[t if backward else 0]
+            n_h, r, y, s = gate.chunk(4, 1)
+            r_y = gate[:, hidden : 3 * hidden]
+            self.steps.append((self.columns[t], gate, r_y, s, r, n_h, states[t], y, states[t + 1]))
+        if backward:
+            self.prepare_backward(gates, states, channels)
 
-def gate_slopes(gates: Tensor, g: Tensor, slopes: Tensor, scratch: Tensor) -> None:
-    """Write into `slopes` what the backward pass multiplies dL/dg' by to get the gradient of each gate's sum.
+    def prepare_backward(self, gates: Tensor, states: Tensor, channels: int) -> None:
+        """Make the buffers and views of the backward pass: by chunk for its factors, by step for the rest."""
+        (length, runs, _, batch), hidden = gates.shape, self.hidden
+        slopes, scratch = torch.empty_like(gates[:CHUNK]), torch.empty_like(states[:CHUNK])
+        self.token_gradient = gates.new_empty(length, runs, channels, batch)
+        self.chunks: dict[int, tuple[Tensor, ...]] = {}
+        self.back: list[tuple[Tensor, ...]] = []
+        for t in range(length):
+            start, own = t - t % CHUNK, slopes[t % CHUNK]
+            if t == length - 1 or t % CHUNK == CHUNK - 1:
+                part, count = slice(start, t + 1), t + 1 - start
+                self.chunks[t] = *gates[part].chunk(4, 2), states[part], *slopes[:count].chunk(4, 2), scratch[:count]
+            by_gate, to_state, to_tokens = own.view(runs, 4, hidden, batch), own[:, : 3 * hidden], own[:, hidden:]
+            column, y = self.columns[t].transpose(1, 2), gates[t, :, 2 * hidden : 3 * hidden]
+            self.back.append((y, by_gate, to_state, own, column, to_tokens, self.token_gradient[t]))
 
-    gates, slopes (time, runs, 4 hidden, batch) in the order (n_h, r, z, n_x); g, scratch (time, runs, hidden, batch).
-    """
-    n_h, r, z, s = gates.chunk(4, 2)
-    to_n_h, to_r, to_z, to_n_x = slopes.chunk(4, 2)
-    sigmoid_backward = torch.ops.aten.sigmoid_backward
-    sigmoid_backward(torch.neg(z, out=scratch).add_(1.0), s, grad_input=to_n_x)
-    torch.mul(to_n_x, r, out=to_n_h)
-    sigmoid_backward(torch.mul(to_n_x, n_h, out=scratch), r, grad_input=to_r)
-    sigmoid_backward(torch.sub(g, s, out=scratch), z, grad_input=to_z)
+    def forward(self, packed: Tensor, tokens: Tensor) -> Tensor:
+        """Return the last hidden state (runs, hidden, batch) of tokens (runs, batch, time, channel)."""
+        self.inputs.copy_(tokens.permute(2, 0, 3, 1))
+        for column, gate, r_y, s, r, n_h, g, y, g_next in self.steps:
+            torch.bmm(packed, column, out=gate)
+            r_y.sigmoid_()
+            s.addcmul_(r, n_h).sigmoid_()
+            torch.lerp(g, s, y, out=g_next)
+        return 2 * self.columns[-1, :, : self.hidden] - 1
+
+    def slopes(self, t: int) -> None:
+        """Compute what dL/dg' is multiplied by to give the gradient of each row of the gates, of a chunk up to t.
+
+        dg'/ds = y, dg'/dy = s - g; ds/d(2 a_x) = s (1 - s), and through it 2 a_h (times r) and r (times 2 a_h).
+        """
+        n_h, r, y, s, g, to_n_h, to_r, to_y, to_n_x, scratch = self.chunks[t]
+        sigmoid_backward = torch.ops.aten.sigmoid_backward
+        sigmoid_backward(y, s, grad_input=to_n_x)
+        torch.mul(to_n_x, r, out=to_n_h)
+        sigmoid_backward(torch.mul(to_n_x, n_h, out=scratch), r, grad_input=to_r)
+        sigmoid_backward(torch.sub(s, g, out=scratch), y, grad_input=to_y)
+
+    def backward(self, packed: Tensor, grad_hidden: Tensor, wants_tokens: bool) -> tuple[Tensor, Tensor | None]:
+        """Propagate dL/dh_T (runs, hidden, batch) back through time; returns the gradients of packed and tokens."""
+        hidden = self.hidden
+        recurrent = packed[:, : 3 * hidden, :hidden].transpose(1, 2)
+        inputs = packed[:, hidden:, hidden:-1].transpose(1, 2)
+        gradient, delta = torch.zeros_like(packed), 2 * grad_hidden
+        for t in reversed(range(len(self.back))):
+            if t in self.chunks:
+                self.slopes(t)
+            y, by_gate, to_state, local, column, to_tokens, token_gradient = self.back[t]
+            carried = torch.addcmul(delta, delta, y, value=-1)
+            by_gate.mul_(delta[:, None])
+            delta = carried.baddbmm_(recurrent, to_state)
+            gradient.baddbmm_(local, column)
+            if wants_tokens:
+                torch.bmm(inputs, to_tokens, out=token_gradient)
+        return gradient, self.token_gradient.permute(1, 3, 0, 2).contiguous() if wants_tokens else None
 
 
 class StackedGRU(torch.autograd.Function):
-    """The last hidden state of many GRUs at once, with a hand-derived backward pass (Cho et al. 2014)."""
+    """The last hidden state of many GRUs at once, with a hand-derived backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tokens: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, workspace: Workspace
-    ) -> Tensor:
-        """Return h_T (runs, hidden, batch) of tokens (runs, channel, time, batch); weights as torch.nn.GRU's,
-        with runs in front.  The workspace must not be used again before the backward pass."""
-        packed = pack_gru(w_ih, w_hh, b_ih, b_hh)
-        columns, gates = gru_scan(packed, tokens, tokens.shape[2], workspace)
-        ctx.kept, ctx.workspace = (packed, columns, gates), workspace
-        return 2 * columns[-1, :, : w_hh.shape[2]] - 1
+    def forward(ctx: Any, scan: Scan, tokens: Tensor, *weights: Tensor) -> Tensor:
+        """Return h_T (runs, hidden, batch) of tokens (runs, batch, time, channel); weights (w_ih, w_hh, b_ih, b_hh) as
+        torch.nn.GRU's, with runs in front."""
+        ctx.packed, ctx.scan = pack_gru(*weights), scan
+        return scan.forward(ctx.packed, tokens)
 
     @staticmethod
     def backward(ctx: Any, grad_hidden: Tensor) -> tuple[Tensor | None, ...]:
-        """Propagate dL/dh_T (runs, hidden, batch) back through time, CHUNK steps' factors at once."""
-        packed, columns, gates = ctx.kept
-        length, runs, rows, batch = gates.shape
-        hidden = rows // 4
-        channels = packed.shape[2] - hidden - 1
-        recurrent = packed[:, : 3 * hidden, :hidden].transpose(1, 2)
-        inputs = packed[:, hidden:, hidden:-1].transpose(1, 2)
-        grad_packed = torch.zeros_like(packed)
-        grad_tokens = gates.new_empty(length, runs, channels, batch) if ctx.needs_input_grad[0] else None
-        slopes = ctx.workspace.get("slopes", gates, CHUNK, runs, rows, batch)
-        scratch = ctx.workspace.get("scratch", gates, CHUNK, runs, hidden, batch)
-        delta = 2 * grad_hidden
-        for t in reversed(range(length)):
-            start = t - t % CHUNK
-            if t == length - 1 or t % CHUNK == CHUNK - 1:
-                steps, count = slice(start, t + 1), t + 1 - start
-                gate_slopes(gates[steps], columns[steps, :, :hidden], slopes[:count], scratch[:count])
-            carried = delta * gates[t, :, 2 * hidden : 3 * hidden]
-            local = slopes[t - start]
-            local.view(runs, 4, hidden, batch).mul_(delta[:, None])
-            delta = carried.baddbmm_(recurrent, local[:, : 3 * hidden])
-            grad_packed.baddbmm_(local, columns[t].transpose(1, 2))
-            if grad_tokens is not None:
-                torch.bmm(inputs, local[:, hidden:], out=grad_tokens[t])
-        grads = unpack_gru_gradient(grad_packed, hidden)
-        return (None if grad_tokens is None else grad_tokens.permute(1, 2, 0, 3), *grads, None)
+        """Return the gradients of `forward`'s arguments."""
+        gradient, grad_tokens = ctx.scan.backward(ctx.packed, grad_hidden, ctx.needs_input_grad[1])
+        return (None, grad_tokens, *unpack_gru_gradient(gradient, ctx.scan.hidden))
 
 
-def stacked_gru(tokens: Tensor, weights: Sequence[Tensor], workspace: Workspace) -> Tensor:
-    """Return the last hidden states (runs, hidden, batch); where no gradient is wanted, no step is kept."""
-    if torch.is_grad_enabled():
-        return StackedGRU.apply(tokens, *weights, workspace)
-    columns, _ = gru_scan(pack_gru(*weights), tokens, 1, workspace)
-    return 2 * columns[-1, :, : weights[1].shape[2]] - 1
+class Model:
+    """The models of several runs, side by side: raw, or behind the mixing layers that each run has for itself.
 
-
-def affine(weight: Tensor, bias: Tensor, tokens: Tensor) -> Tensor:
-    """Map channels: weight (runs, out, in), bias (runs, out), tokens (runs, in, time, batch)."""
-    flat = torch.baddbmm(bias[..., None], weight, tokens.flatten(2))
-    return flat.unflatten(2, tokens.shape[2:])
-
-
-def uniform(rng: np.random.Generator, fan: int, *shape: int) -> np.ndarray:
-    """Draw weights from [-1/sqrt(fan), 1/sqrt(fan))."""
-    return rng.uniform(-1 / math.sqrt(fan), 1 / math.sqrt(fan), shape)
-
-
-class KineticLayer:
-    """u + sigmoid(W_g u + b_g) * (W_m K(u) + b_m) for a stack of runs; K has no parameters."""
-
-    def __init__(self, config: Config, runs: Sequence[Run], depth: int, shape: tuple[int, int], start: int) -> None:
-        self.channels, length = shape
-        angles = [clock_angles(config, run.seed, start) for run in runs]
-        h = torch.tensor([run.h[depth] for run in runs], dtype=torch.float64)
-        places = None if angles[0] is None else torch.from_numpy(np.stack(angles))
-        self.operator = KineticOperator(h, length, self.channels, places)
-        size = (self.channels, self.channels)
-        self.shapes = {"gate": size, "gate_bias": size[:1], "mix": size, "mix_bias": size[:1]}
-
-    def initial(self, rngs: Sequence[np.random.Generator]) -> list[np.ndarray]:
-        """Draw the parameters of every run from its weights' stream, in the order of `shapes`."""
-        return [np.stack([uniform(rng, self.channels, *shape) for rng in rngs]) for shape in self.shapes.values()]
-
-    def gate(self, weights: Sequence[Tensor], tokens: Tensor) -> Tensor:
-        """Return the gate's values (runs, channel, time, batch)."""
-        return torch.sigmoid(affine(weights[0], weights[1], tokens))
-
-    def prepare(self, index: int, tokens: Tensor) -> Tensor:
-        """Return K(tokens) of one run's tokens (channel, time, sequences)."""
-        return self.operator.of(index)(tokens[None])[0]
-
-    def __call__(self, weights: Sequence[Tensor], tokens: Tensor, mixed: Tensor | None) -> Tensor:
-        """Return the mixed tokens (runs, channel, time, batch); `mixed` is K(tokens) where that is known already."""
-        mixed = self.operator(tokens) if mixed is None else mixed
-        return tokens + self.gate(weights, tokens) * affine(weights[2], weights[3], mixed)
-
-    def signature(self, weights: Sequence[Tensor], tokens: Tensor, config: Config) -> list[dict[str, float]]:
-        """Return each run's mechanism signature (section 10)."""
-        attenuation, displacement = kinetic_signature(self, weights, tokens, config)
-        return [
-            {"attenuation": float(a), "displacement": float(d)} for a, d in zip(attenuation, displacement, strict=True)
-        ]
-
-
-@functools.lru_cache(maxsize=8)
-def idea_class(idea: str) -> type[torch.nn.Module]:
-    """Return the class that "path.py:Class" names.  Raises UsageError if there is none."""
-    path, _, name = idea.rpartition(":")
-    found = getattr(load_file(path), name, None)
-    if not (inspect.isclass(found) and issubclass(found, torch.nn.Module)):
-        raise UsageError(f"{path}: defines no torch.nn.Module named {name!r}")
-    return found
-
-
-def build_modules(config: Config, seed: int, hs: Sequence[float], shape: tuple[int, int]) -> list[torch.nn.Module]:
-    """Construct the user's layers of one run: their own initialisation under the seed, in the run's dtype."""
-    default = torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        torch.set_default_dtype(config.torch_dtype)
-        try:
-            return [idea_class(config.idea)(*shape, h).to(config.torch_dtype) for h in hs]
-        finally:
-            torch.set_default_dtype(default)
-
-
-class ModuleLayer:
-    """A user's nn.Module, written for one run, applied to a stack of runs by torch.func.
-
-    All runs of a stack share h.  Where vmap has no rule for what the layer does, the runs go one by one.
-    """
-
-    def __init__(self, config: Config, runs: Sequence[Run], depth: int, shape: tuple[int, int], start: int) -> None:
-        modules = [build_modules(config, run.seed, run.h[: depth + 1], shape)[-1] for run in runs]
-        self.template = modules[0]
-        self.names = [name for name, _ in self.template.named_parameters()]
-        parameters, self.buffers = torch.func.stack_module_state(modules)
-        self.state = [parameters[name].detach() for name in self.names]
-        self.shapes = {name: tuple(value.shape[1:]) for name, value in zip(self.names, self.state, strict=True)}
-        self.stacked = True
-        sample = self.state[0].new_zeros(len(runs), *shape, 1)
-        try:
-            with torch.no_grad():
-                self(self.state, sample, None)
-        except (RuntimeError, NotImplementedError):
-            self.stacked = False
-
-    def initial(self, rngs: Sequence[np.random.Generator]) -> list[np.ndarray]:
-        """Return the modules' own initial parameters; the weights' streams are not used."""
-        return [value.numpy() for value in self.state]
-
-    def prepare(self, index: int, tokens: Tensor) -> None:
-        """A user's layer has nothing to compute ahead."""
-
-    def _apply(self, weights: tuple[Tensor, ...], buffers: dict[str, Tensor], tokens: Tensor) -> Tensor:
-        state = dict(zip(self.names, weights, strict=True)) | buffers
-        return torch.func.functional_call(self.template, state, (tokens,))
-
-    def __call__(self, weights: Sequence[Tensor], tokens: Tensor, mixed: Tensor | None) -> Tensor:
-        """Return the layer's output (runs, channel, time, batch)."""
-        batches = tokens.permute(0, 3, 2, 1)
-        if self.stacked:
-            out = torch.func.vmap(self._apply)(tuple(weights), self.buffers, batches)
-        else:
-            out = torch.stack([self.one_run(weights, i, batches[i]) for i in range(len(batches))])
-        return out.permute(0, 3, 2, 1)
-
-    def one_run(self, weights: Sequence[Tensor], i: int, tokens: Tensor) -> Tensor:
-        """Apply the layer of run i to its tokens (batch, time, channel)."""
-        buffers = {name: value[i] for name, value in self.buffers.items()}
-        return self._apply(tuple(weight[i] for weight in weights), buffers, tokens)
-
-    def signature(self, weights: Sequence[Tensor], tokens: Tensor, config: Config) -> list[dict[str, float]]:
-        """Return what the class's own `signature(tokens)` says of each run; nothing where it has none."""
-        if not hasattr(self.template, "signature"):
-            return [{} for _ in tokens]
-        found = []
-        for i, sequences in enumerate(tokens.permute(0, 3, 2, 1)):
-            state = dict(zip(self.names, (weight[i] for weight in weights), strict=True))
-            self.template.load_state_dict(state | {name: value[i] for name, value in self.buffers.items()}, False)
-            found.append({name: float(value) for name, value in self.template.signature(sequences).items()})
-        return found
-
-
-class StackedModel:
-    """Raw or mixing models of several runs, evaluated together.  All runs have the same number of layers.
-
-    The parameters of a run are one row of a matrix (runs, parameters), in the order of `shapes`.
+    All runs have the same number of layers.  The parameters of a run are one row of `flat` (runs, numbers), their
+    gradients one row of `gradient`; the GRU's stacked weights and the layers' own tensors are views into them, so that
+    optimiser, clipping and store see one matrix, and a layer sees its own parameters.
     """
 
     def __init__(self, config: Config, runs: Sequence[Run]) -> None:
         self.config, self.runs = config, tuple(runs)
         self.data = [build_dataset(config, run.seed) for run in runs]
-        self.channels, self.length, _ = self.data[0].tokens["train"].shape
-        self.layers = self.make_layers()
-        hidden = config.hidden
-        self.shapes: list[tuple[int, ...]] = [
-            (3 * hidden, self.channels),
-            (3 * hidden, hidden),
-            (3 * hidden,),
-            (3 * hidden,),
-            (1, hidden),
-            (1,),
-        ] + [shape for layer in self.layers for shape in layer.shapes.values()]
-        self.workspace = Workspace()
-        self._mixed: dict[tuple[int, float, str], Tensor | None] = {}
+        channels, length, outputs = self.data[0].shape
+        self.layers = [build_layers(config, run, channels, length) for run in runs]
+        rows, hidden = 3 * config.hidden, config.hidden
+        shapes = [(rows, channels), (rows, hidden), (rows,), (rows,), (outputs, hidden), (outputs,)]
+        edges = list(itertools.accumulate(map(math.prod, shapes), initial=0))
+        own = [[p for layer in layers for p in layer.parameters() if p.requires_grad] for layers in self.layers]
+        self.parameters = [edges[-1] + sum(map(real_numbers, mine)) for mine in own]  # the real numbers that train
+        width = edges[-1] + 1 + max(sum(real_numbers(p) + 1 for p in mine) for mine in own)
+        self.flat = torch.zeros(len(runs), math.ceil(width / CACHE_LINE) * CACHE_LINE, dtype=config.torch_dtype)
+        self.gradient = torch.zeros_like(self.flat)
+        for run, row, gradient, layers, mine in zip(runs, self.flat, self.gradient, self.layers, own, strict=True):
+            rng = stream(run.seed, "weights")
+            drawn = np.concatenate([uniform(rng, hidden, math.prod(shape)) for shape in shapes])
+            row[: edges[-1]] = torch.from_numpy(drawn)
+            for layer in layers:
+                if hasattr(layer, "draw"):
+                    layer.draw(rng)
+            adopt(mine, row, gradient, edges[-1])
+        self.core: list[Tensor] = []  # w_ih, w_hh, b_ih, b_hh, readout weight and bias, runs in front
+        for (start, stop), shape in zip(itertools.pairwise(edges), shapes, strict=True):
+            self.core.append(self.flat[:, start:stop].unflatten(1, shape).requires_grad_())
+            self.core[-1].grad = self.gradient[:, start:stop].unflatten(1, shape)
+        self.scans: dict[Any, Scan] = {}
+        self.place(0)
 
-    def make_layers(self, start: int = 0) -> list[Any]:
-        """Return the mixing layers in front of the GRU: none for the raw model.  `start` is the window's token."""
-        layer = KineticLayer if self.config.idea == "kinetic" else ModuleLayer
-        depths = range(len(self.runs[0].h or ()))
-        return [layer(self.config, self.runs, i, (self.channels, self.length), start) for i in depths]
+    def place(self, start: int) -> None:
+        """Tell layers that want to know it where the window's tokens lie, from token `start` of an uneven clock on."""
+        for run, layers in zip(self.runs, self.layers, strict=True):
+            angles = token_angles(self.config, run.seed, start)
+            for layer in layers:
+                if angles is not None and hasattr(layer, "place"):
+                    layer.place(angles)
 
-    def initial(self) -> Tensor:
-        """Draw the initial parameters (runs, parameters) of every run from its seed's weights stream."""
-        rngs = [stream(run.seed, "weights") for run in self.runs]
-        parts = [np.stack([uniform(rng, self.config.hidden, *shape) for rng in rngs]) for shape in self.shapes[:6]]
-        for layer in self.layers:
-            parts += layer.initial(rngs)
-        flat = np.concatenate([part.reshape(len(rngs), -1) for part in parts], axis=1)
-        return torch.from_numpy(flat).to(self.config.torch_dtype)
+    def batch(self, split: str, chosen: Sequence[Any]) -> tuple[list[Tensor], Tensor]:
+        """Return each run's tokens (batch, time, channel), and all targets (runs, batch, outputs); chosen has each
+        run's indices or slice."""
+        pairs = list(zip(self.data, chosen, strict=True))
+        targets = torch.stack([data.targets[split][i] for data, i in pairs])
+        return [data.tokens[split][i] for data, i in pairs], targets
 
-    def split_parameters(self, flat: Tensor) -> list[Tensor]:
-        """Cut the parameter matrix into stacked weights, (runs, *shape) each."""
-        parts = flat.split([math.prod(shape) for shape in self.shapes], dim=1)
-        return [part.reshape(len(flat), *shape) for part, shape in zip(parts, self.shapes, strict=True)]
+    def __call__(self, batches: Sequence[Tensor]) -> Tensor:
+        """Predict (runs, batch, outputs) from each run's tokens (batch, time, channel)."""
+        mixed = []
+        for tokens, layers in zip(batches, self.layers, strict=True):
+            for layer in layers:  # here alone the raw model and the idea differ
+                tokens = layer(tokens)
+            mixed.append(tokens)
+        stacked = torch.stack(mixed)
+        count = stacked.shape[1]
+        if count == 1:  # a product with a single column would take another way through BLAS when a run is alone
+            stacked = stacked.expand(-1, 2, -1, -1)
+        key = stacked.shape, torch.is_grad_enabled()
+        if key not in self.scans:
+            self.scans[key] = Scan(stacked, self.config.hidden, backward=key[1])
+        *weights, readout, bias = self.core
+        hidden = StackedGRU.apply(self.scans[key], stacked, *weights)[..., :count]
+        return (readout @ hidden).transpose(1, 2) + bias[:, None]
 
-    def __call__(self, flat: Tensor, tokens: Tensor, mixed: Tensor | None = None, layers: Any = None) -> Tensor:
-        """Predict (runs, batch) from tokens (runs, channel, time, batch).
 
-        mixed: what the first layer's `prepare` gives for the tokens, or None; layers: instead of the model's own.
-        """
-        weights = self.split_parameters(flat)
-        used = 6
-        for layer in self.layers if layers is None else layers:  # here alone the raw model and the idea differ
-            tokens = layer(weights[used : used + len(layer.shapes)], tokens, mixed)
-            used, mixed = used + len(layer.shapes), None
-        hidden = stacked_gru(tokens, weights[:4], self.workspace)
-        return (weights[4] @ hidden).squeeze(1) + weights[5]
+def real_numbers(parameter: Tensor) -> int:
+    """Return how many real numbers a parameter holds."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
 
-    def mixed(self, index: int, split: str) -> Tensor | None:
-        """Return K(tokens) of a run's whole split for the first layer, computed once and shared by runs alike."""
-        run = self.runs[index]
-        key = (run.seed, run.h[0], split)
-        if key not in self._mixed:
-            self._mixed[key] = self.layers[0].prepare(index, self.data[index].tokens[split])
-        return self._mixed[key]
 
-    def batch(self, split: str, chosen: Sequence[Any]) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Gather tokens, their `mixed` and targets (runs, batch); chosen has each run's indices or slice."""
-        tokens = torch.stack([data.tokens[split][..., i] for data, i in zip(self.data, chosen, strict=True)])
-        targets = torch.stack([data.targets[split][i] for data, i in zip(self.data, chosen, strict=True)])
-        whole = [self.mixed(index, split) for index in range(len(self.runs))] if self.layers else [None]
-        if whole[0] is None:
-            return tokens, None, targets
-        return tokens, torch.stack([k[..., i] for k, i in zip(whole, chosen, strict=True)]), targets
+def adopt(parameters: Sequence[Tensor], row: Tensor, gradient: Tensor, start: int) -> None:
+    """Move a run's parameters and gradients into its rows, from place `start` on, and make them views of those.  Each
+    begins at an even place, as complex views want it."""
+    for parameter in parameters:
+        start += start % 2
+        stop = start + real_numbers(parameter)
+        pieces = [row[start:stop], gradient[start:stop]]
+        if parameter.is_complex():
+            pieces = [torch.view_as_complex(piece.view(*parameter.shape, 2)) for piece in pieces]
+        value, parameter.grad = (piece.view(parameter.shape) for piece in pieces)
+        parameter.data = value.copy_(parameter.data)
+        start = stop
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -798,97 +772,107 @@ class StackedModel:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class StackedAdam:
-    """Adam with a learning rate and a gradient clip for every run (Kingma and Ba 2015; PyTorch's formulas)."""
+@dataclass
+class State:
+    """A training between two epochs: all that it goes on from.
 
-    def __init__(self, config: Config, runs: Sequence[Run], flat: Tensor) -> None:
-        self.config, self.steps = config, 0
-        self.lr = torch.tensor([run.lr for run in runs], dtype=flat.dtype)[:, None]
-        self.mean, self.square = torch.zeros_like(flat), torch.zeros_like(flat)
+    weights, mean, square (numbers,): the run's row of parameters and Adam's moments; finite: whether every loss was;
+    curve: the MSE on the first test sequences at the checkpoints passed.
+    """
 
-    def step(self, flat: Tensor, gradient: Tensor) -> None:
-        """Update the parameters (runs, parameters) in place, each run's gradient clipped to its global norm."""
+    epoch: int
+    weights: np.ndarray
+    mean: np.ndarray
+    square: np.ndarray
+    finite: bool
+    curve: dict[int, float]
+
+
+class Training:
+    """The training of a model's runs, side by side, from the start or from states of one epoch.
+
+    Adam with a learning rate and a gradient clip for every run (Kingma and Ba 2015; PyTorch's formulas).  Each run has
+    the batch order of its own seed: one permutation an epoch, consecutive slices.
+    """
+
+    def __init__(self, model: Model, states: Sequence[State] | None = None) -> None:
+        self.model, self.config, self.epoch = model, model.config, states[0].epoch if states else 0
+        self.lr = torch.tensor([run.lr for run in model.runs], dtype=model.flat.dtype)[:, None]
+        self.mean, self.square = torch.zeros_like(model.flat), torch.zeros_like(model.flat)
+        self.finite = torch.ones(len(model.runs), dtype=torch.bool)
+        self.curves: list[dict[int, float]] = [dict(state.curve) for state in states or ()] or [{} for _ in model.runs]
+        for i, state in enumerate(states or ()):
+            for tensor, array in ((model.flat, state.weights), (self.mean, state.mean), (self.square, state.square)):
+                tensor.data[i] = torch.from_numpy(array)
+            self.finite[i] = state.finite
+        self.count = len(model.data[0].targets["train"])
+        self.steps = self.epoch * math.ceil(self.count / self.config.batch)
+        self.orders = [stream(run.seed, "order") for run in model.runs]
+        for order, _ in itertools.product(self.orders, range(self.epoch)):
+            order.permutation(self.count)
+
+    def states(self) -> list[State]:
+        """Return where every run stands."""
+        arrays = (tensor.numpy().copy() for tensor in (self.model.flat, self.mean, self.square))
+        rows = zip(*arrays, self.finite.tolist(), map(dict, self.curves), strict=True)
+        return [State(self.epoch, *row) for row in rows]
+
+    def run(self) -> Iterator[int]:
+        """Train to the configuration's last epoch; yields after each."""
+        self.measure()
+        while self.epoch < self.config.epochs:
+            orders = [torch.from_numpy(order.permutation(self.count)) for order in self.orders]
+            for start in range(0, self.count, self.config.batch):
+                batch = [order[start : start + self.config.batch] for order in orders]
+                tokens, targets = self.model.batch("train", batch)
+                losses = (self.model(tokens) - targets).square().mean((1, 2))
+                losses.sum().backward()
+                self.step()
+                self.finite &= torch.isfinite(losses)
+            self.epoch += 1
+            self.measure()
+            yield self.epoch
+
+    def measure(self) -> None:
+        """Note the learning curve at a checkpoint that it does not have yet."""
+        if self.epoch in self.config.checkpoints and self.epoch not in self.curves[0]:
+            scores = evaluate(self.model, "test", self.config.probe_sequences)
+            for curve, score in zip(self.curves, scores, strict=True):
+                curve[self.epoch] = float(score)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the parameters in place, each run's gradient clipped to its global norm; the gradient starts anew."""
+        flat, gradient = self.model.flat, self.model.gradient
         norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
-        gradient = gradient * torch.clamp(self.config.clip / (norm + 1e-6), max=1.0)
+        gradient.mul_(torch.clamp(self.config.clip / (norm + 1e-6), max=1.0))
         self.steps += 1
         first, second = self.config.betas
         self.mean.lerp_(gradient, 1 - first)
         self.square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
         scale = (self.square.sqrt() / math.sqrt(1 - second**self.steps)).add_(self.config.epsilon)
         flat.sub_(self.lr / (1 - first**self.steps) * (self.mean / scale))
-
-
-def train(model: StackedModel) -> tuple[Tensor, Tensor]:
-    """Train all runs of a model.  Returns the parameters (runs, parameters) and whether every loss was finite, (runs,).
-
-    Each run has the batch order of its own seed: one permutation an epoch, consecutive slices.
-    """
-    config, flat = model.config, model.initial().requires_grad_()
-    rngs = [stream(run.seed, "order") for run in model.runs]
-    adam = StackedAdam(config, model.runs, flat)
-    count = len(model.data[0].targets["train"])
-    finite = torch.ones(len(model.runs), dtype=torch.bool)
-    for _ in range(config.epochs):
-        orders = [torch.from_numpy(rng.permutation(count)) for rng in rngs]
-        for start in range(0, count, config.batch):
-            tokens, mixed, targets = model.batch("train", [order[start : start + config.batch] for order in orders])
-            losses = (model(flat, tokens, mixed) - targets).square().mean(1)
-            (gradient,) = torch.autograd.grad(losses.sum(), flat)
-            with torch.no_grad():
-                adam.step(flat, gradient)
-            finite &= torch.isfinite(losses)
-    return flat.detach(), finite
+        gradient.zero_()
 
 
 @torch.no_grad()
-def evaluate(model: StackedModel, flat: Tensor, split: str) -> Tensor:
-    """Return the MSE (runs,) of a split, in standardised target units."""
-    count = len(model.data[0].targets[split])
-    errors = []
-    for start in range(0, count, model.config.probe_sequences):
-        piece = slice(start, start + model.config.probe_sequences)
-        tokens, mixed, targets = model.batch(split, [piece] * len(model.runs))
-        errors.append((model(flat, tokens, mixed) - targets).square())
-    return torch.cat(errors, 1).mean(1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 7. Runs over cores and hosts
-# ---------------------------------------------------------------------------------------------------------------------
-
-STACK = 16  # runs trained side by side: fewer waste time on dispatch, more gain nothing
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-MOST_JOBS = 1024  # a larger --jobs is a slip of the finger
+def evaluate(model: Model, split: str, most: int | None = None) -> np.ndarray:
+    """Return the MSE (runs,) of a split, or of its first sequences, in standardised target units."""
+    count, piece, errors = len(model.data[0].targets[split][:most]), model.config.probe_sequences, []
+    for start in range(0, count, piece):
+        tokens, targets = model.batch(split, [slice(start, min(start + piece, count))] * len(model.runs))
+        errors.append((model(tokens) - targets).square())
+    return torch.cat(errors, 1).mean((1, 2)).double().numpy()
 
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a finished run: MSEs (None where it diverged), parameters, and the probes where asked for."""
+    """A finished run: MSEs of test and validation, None where it diverged; its state, and its number of parameters."""
 
     score: float | None
     validation: float | None
-    weights: np.ndarray
-    probe: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Stack:
-    """A unit of work: runs that train side by side on one thread, or whose given parameters are only probed."""
-
-    runs: tuple[Run, ...]
-    probed: frozenset[Run]
-    known: tuple[Record, ...] | None = None
-
-    @property
-    def seeds(self) -> set[int]:
-        """The seeds whose data the stack needs."""
-        return {run.seed for run in self.runs}
-
-    @property
-    def cost(self) -> float:
-        """The expected work, in trainings; a probe is about a third of one."""
-        trained = len(self.runs) if self.known is None else 0
-        return trained + len(self.probed.intersection(self.runs)) / 3
+    state: State
+    parameters: int
 
 
 def finite_or_none(value: float) -> float | None:
@@ -896,68 +880,660 @@ def finite_or_none(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def complete(config: Config, stack: Stack) -> dict[Run, Record]:
-    """Train, score and probe the runs of a stack."""
-    model = StackedModel(config, stack.runs)
-    if stack.known is None:
-        flat, finite = train(model)
-        test, validation = (evaluate(model, flat, split) for split in ("test", "val"))
-        diverged = ~(finite & torch.isfinite(test))
-        test[diverged] = validation[diverged] = math.nan
-        rows = zip(test.tolist(), validation.tolist(), flat.numpy(), strict=True)
-        known = [Record(finite_or_none(t), finite_or_none(v), weights) for t, v, weights in rows]
-    else:
-        known = list(stack.known)
-    return probe_records(config, stack, dict(zip(stack.runs, known, strict=True)))
+def records(training: Training) -> list[Record]:
+    """Score finished runs.  A run whose loss or score was ever not finite has diverged."""
+    scores = np.array([evaluate(training.model, split) for split in ("test", "val")])
+    scores[:, ~(training.finite.numpy() & np.isfinite(scores[0]))] = np.nan
+    rows = zip(*scores, training.states(), training.model.parameters, strict=True)
+    return [Record(finite_or_none(test), finite_or_none(val), *rest) for test, val, *rest in rows]
 
 
-def probe_records(config: Config, stack: Stack, records: dict[Run, Record]) -> dict[Run, Record]:
-    """Add signature and rollout to the records that want them; a diverged run has neither."""
-    chosen = [run for run in stack.runs if run in stack.probed and records[run].score is not None]
-    probes: dict[Run, dict[str, Any]] = {run: {} for run in stack.probed}
-    if chosen:
-        model = StackedModel(config, chosen)
-        flat = torch.from_numpy(np.stack([records[run].weights for run in chosen]))
-        signatures, rollouts = signature(model, flat), rollout(model, flat)
-        probes |= {run: {"signature": s, **r} for run, s, r in zip(chosen, signatures, rollouts, strict=True)}
-    return {run: dataclasses.replace(record, probe=probes.get(run)) for run, record in records.items()}
+# ---------------------------------------------------------------------------------------------------------------------
+# 7. Sweep and pairs
+# ---------------------------------------------------------------------------------------------------------------------
+
+Row = tuple[float, tuple[float, ...] | None]  # a configuration: learning rate, and step sizes or None
+ARMS = ("baseline", "idea", "placebo")
 
 
-def plan(config: Config, runs: Sequence[Run], jobs: int) -> list[tuple[Run, ...]]:
-    """Share runs out into groups that can train together, by model and in the order of seeds, even over the jobs."""
-    kinds: dict[Any, list[Run]] = {}
-    for run in sorted(runs, key=lambda run: (run.seed, run.h or (), run.lr)):
-        kinds.setdefault(run.h if run.h is None or config.idea != "kinetic" else len(run.h), []).append(run)
-    groups = []
-    for members in kinds.values():
-        count = math.ceil(len(members) / min(STACK, math.ceil(len(runs) / jobs)))
+@dataclass(frozen=True)
+class Arm:
+    """One model of the comparison: its grid, the sweep's means, and the runs at its best configuration.
+
+    means and validation: by row, inf where one of its runs diverged; lost: the sweep's seeds that diverged, by row;
+    records, probes: by seed (a probe is what `probe_runs` measures of a run).
+    """
+
+    grid: tuple[Row, ...]
+    means: tuple[float, ...]
+    validation: tuple[float, ...]
+    lost: tuple[tuple[int, ...], ...]
+    records: tuple[Record, ...]
+    probes: tuple[dict[str, Any], ...]
+
+    @property
+    def best(self) -> Row:
+        """The configuration with the lowest mean."""
+        return best_row(self.grid, self.means)
+
+    @property
+    def scores(self) -> list[float | None]:
+        """The test MSE by seed, as printed."""
+        return [rounded(record.score) for record in self.records]
+
+
+def best_row(grid: Sequence[Row], means: Sequence[float]) -> Row:
+    """Return the configuration with the lowest mean, the smaller lr (then h) on a tie; inf never beats a number."""
+    return min(zip(means, grid, strict=True))[1]
+
+
+def edge(value: float, values: Sequence[float]) -> str | None:
+    """Say on which edge of the grid a value lies: lower, upper, only (the one value); None inside."""
+    return "only" if len(values) == 1 else {min(values): "lower", max(values): "upper"}.get(value)
+
+
+def grids(config: Config, lrs: Sequence[float], placebo: bool = True) -> dict[str, list[Row]]:
+    """Return the grid of each arm: the same rates for all, h = 0 for the placebo, which may be left out."""
+    zeros = tuple(dict.fromkeys((0.0,) * len(h) for h in config.hs))
+    hs = {"baseline": (None,), "idea": config.hs} | ({"placebo": zeros} if placebo else {})
+    return {name: [(lr, h) for h in own for lr in lrs] for name, own in hs.items()}
+
+
+def next_rates(config: Config, lrs: Sequence[float], best: Iterable[float]) -> list[float]:
+    """Return the rates that join the grid of --lrs auto: beyond each edge at which one of the best rates lies."""
+    edges, found = {edge(lr, lrs) for lr in best}, []
+    if edges & {"lower", "only"} and sum(lr < min(config.lrs) for lr in lrs) < config.most_growth:
+        found.append(min(lrs) / config.growth)
+    if edges & {"upper", "only"} and sum(lr > max(config.lrs) for lr in lrs) < config.most_growth:
+        found.append(max(lrs) * config.growth)
+    return found
+
+
+def benchmark(config: Config, backend: Any, placebo: bool = True) -> dict[str, Arm]:
+    """Sweep the arms together, then run every seed at each one's best configuration; returns the arms by name.
+
+    backend.train(runs) returns {run: Record}, backend.probe({run: Record}) returns {run: what was measured}.  The
+    placebo is the one with as many layers as the winning idea, so that their parameters are equal in number; it is left
+    out for an idea whose output does not depend on h.
+    """
+    found: dict[Run, Record] = {}
+
+    def row_mean(row: Row, name: str = "score") -> float:
+        mean = mean_of([rounded(getattr(found[Run(seed, *row)], name)) for seed in config.sweep])
+        return math.inf if mean is None else mean
+
+    def best(rows: Sequence[Row]) -> Row:
+        return best_row(rows, [row_mean(row) for row in rows])
+
+    lrs, new = list(config.lrs), list(config.lrs)
+    while new:
+        rows = grids(config, lrs, placebo)
+        found |= backend.train([Run(seed, *row) for seed in config.sweep for grid in rows.values() for row in grid])
+        new = next_rates(config, lrs, {best(rows[name])[0] for name in ARMS[:2]}) if config.lr_search == "auto" else []
+        lrs = sorted([*lrs, *new])
+    if placebo:
+        rows["placebo"] = [(lr, h) for lr, h in rows["placebo"] if len(h) == len(best(rows["idea"])[1])]
+    pairs = {name: [Run(seed, *best(grid)) for seed in config.seeds] for name, grid in rows.items()}
+    found |= backend.train(list(itertools.chain(*pairs.values())))
+    probes = backend.probe({run: found[run] for name in ARMS[:2] for run in pairs[name]})
+    return {
+        name: Arm(
+            grid=tuple(grid),
+            means=tuple(map(row_mean, grid)),
+            validation=tuple(row_mean(row, "validation") for row in grid),
+            lost=tuple(tuple(s for s in config.sweep if found[Run(s, *row)].score is None) for row in grid),
+            records=tuple(found[run] for run in pairs[name]),
+            probes=tuple(probes.get(run, {}) for run in pairs[name]),
+        )
+        for name, grid in rows.items()
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 8. Statistics
+# ---------------------------------------------------------------------------------------------------------------------
+
+DIGITS = 10  # of a printed score: the unit of all sums is 1e-10
+
+
+def rounded(value: float | None, digits: int = DIGITS) -> float | None:
+    """Round a number as the report prints it; None where it is missing, NaN or infinite.  Zero has no sign."""
+    return None if value is None or not math.isfinite(value) else round(float(value), digits) + 0.0
+
+
+def units(value: float, digits: int = DIGITS) -> int:
+    """Return a printed number as a whole number of its last digit's units: sums, ties and signs are then exact."""
+    return int(Decimal(repr(value)).scaleb(digits))
+
+
+def from_units(total: Any, digits: int = DIGITS) -> float:
+    """Return an exact number of units as it is printed: rounded to the nearest, halves to even."""
+    return round(total) / 10**digits
+
+
+def mean_of(printed: Sequence[float | None], digits: int = DIGITS) -> float | None:
+    """Return the exact mean of printed numbers, as printed; None where one is missing."""
+    if None in printed:
+        return None
+    return from_units(Fraction(sum(units(value, digits) for value in printed), len(printed)), digits)
+
+
+def deviation(numbers: Sequence[int], ddof: int) -> Decimal:
+    """Return the standard deviation of whole numbers, which may be of any size."""
+    n, total = len(numbers), sum(numbers)
+    return (Decimal(n * sum(x * x for x in numbers) - total * total) / (n * (n - ddof))).sqrt()
+
+
+def std_of(printed: Sequence[float | None]) -> float | None:
+    """Return the population standard deviation of printed numbers, as printed; None where one is missing."""
+    return None if None in printed else from_units(deviation([units(value) for value in printed], 0))
+
+
+def integers(values: Any, bound: int) -> np.ndarray:
+    """Return whole numbers as int64, or as Python's integers where sums up to `bound` could overflow."""
+    return np.array(values).astype(np.int64) if bound < 2**62 else np.array(values, dtype=object)
+
+
+def subsets(n: int, config: Config) -> tuple[np.ndarray, int]:
+    """Return subsets of n pairs, (subsets, n) of bool, and k: the k-th means from either end are the interval's.
+
+    All 2^n - 1 that are not empty, or above 16 pairs a sample of them.
+    """
+    if n <= config.subset_pairs:
+        return (np.arange(1, 2**n)[:, None] >> np.arange(n) & 1).astype(bool), int(config.tail * 2**n)
+    masks = np.random.default_rng(0).random((config.subsets, n)) < 0.5
+    masks[~masks.any(axis=1)] = True
+    return masks, int(config.tail * (config.subsets + 1))
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Two models' printed scores by seed, and all that is inferred from their differences, second - first.
+
+    The null hypothesis is that each difference is as likely as its negative (Good 2005, section 3.2).  Statistics are
+    None where a pair has a diverged run (a score that is None), or where too few pairs can tell nothing.
+    """
+
+    first: Sequence[float | None]
+    second: Sequence[float | None]
+    config: Config
+    digits: int = DIGITS
+
+    @functools.cached_property
+    def d(self) -> list[int] | None:
+        """The differences in units of the last printed digit."""
+        if None in (*self.first, *self.second):
+            return None
+        return [units(b, self.digits) - units(a, self.digits) for a, b in zip(self.first, self.second, strict=True)]
+
+    @property
+    def wins(self) -> int:
+        """Pairs in which the second model is lower."""
+        return sum(b < a for a, b in zip(self.first, self.second, strict=True) if None not in (a, b))
+
+    @property
+    def delta_mean(self) -> float | None:
+        """The mean difference."""
+        return None if self.d is None else from_units(Fraction(sum(self.d), len(self.d)), self.digits)
+
+    @functools.cached_property
+    def p_value(self) -> float | None:
+        """Two-sided p by sampled sign flips (of default_rng(0), in blocks of bounded memory): the share whose sum is at
+        least as far from 0 as the observed one."""
+        if self.d is None:
+            return None
+        d, rng, flips = integers(self.d, sum(map(abs, self.d))), np.random.default_rng(0), self.config.flips
+        hits, block = 0, max(1, 4_000_000 // len(d))
+        for start in range(0, flips, block):
+            signs = rng.choice([-1, 1], size=(min(block, flips - start), len(d)))
+            hits += int((abs(signs @ d) >= abs(sum(self.d))).sum())
+        return hits / flips
+
+    @functools.cached_property
+    def p_exact(self) -> float | None:
+        """Two-sided p over all 2^n sign flips; None above 40 pairs.
+
+        The sums of the two halves' flips, sorted, are counted against each other by binary search (Horowitz and Sahni
+        1974); by symmetry, as many sums lie at or below -t as at or above t.
+        """
+        if self.d is None or len(self.d) > self.config.exact_pairs:
+            return None
+        observed, halves = abs(sum(self.d)), []
+        for half in (self.d[::2], self.d[1::2]):
+            sums = integers([0], sum(map(abs, self.d)))
+            for x in half:
+                sums = np.concatenate([sums - x, sums + x])
+            halves.append(np.sort(sums))
+        reached = sum(len(halves[1]) - np.searchsorted(halves[1], observed - halves[0]))
+        return min(1.0, 2 * int(reached) / 2 ** len(self.d))  # at 0, both sides count the sums that are 0
+
+    @functools.cached_property
+    def interval(self) -> list[float] | None:
+        """The values of the mean difference that the test does not reject: from the k-th smallest to the k-th largest
+        mean of all subsets (Hartigan 1969).  None below six pairs, which no p < 0.05 can come from."""
+        masks, k = subsets(len(self.first), self.config)
+        if self.d is None or k == 0:
+            return None
+        sizes = masks.sum(axis=1)
+        common = math.lcm(*map(int, set(sizes)))  # a mean is sum / size; times this, a whole number
+        bound = sum(map(abs, self.d)) * common
+        sums, scale = integers(masks, bound) @ integers(self.d, bound), integers(common // sizes.astype(object), bound)
+        means = np.sort(sums * scale)
+        return [from_units(Fraction(int(end), common), self.digits) for end in (means[k - 1], means[-k])]
+
+    @property
+    def coverage(self) -> float | None:
+        """The probability that the interval covers the mean of symmetric differences."""
+        n, exact = len(self.first), len(self.first) <= self.config.subset_pairs
+        tail = int(self.config.tail * 2**n) / 2**n if exact else self.config.tail
+        return None if self.interval is None else rounded(1 - 2 * tail)
+
+    @functools.cached_property
+    def spread(self) -> Decimal | None:
+        """The standard deviation of the differences (ddof 1), in units; None for one pair, or where all are equal."""
+        return None if self.d is None or len(set(self.d)) == 1 else deviation(self.d, 1)
+
+    @property
+    def effect_size(self) -> float | None:
+        """d_z, the mean over the standard deviation of the differences."""
+        return None if self.spread is None else rounded(float(Decimal(sum(self.d)) / len(self.d) / self.spread))
+
+    @functools.cached_property
+    def detectable(self) -> float | None:
+        """The smallest mean difference that this test finds with 80 % power at this n and spread.
+
+        Of simulated studies with standard normal differences z, the shift that lifts the interval's lower end above 0.
+        """
+        if self.interval is None or self.spread is None:
+            return None
+        masks, k = subsets(len(self.d), self.config)
+        weights = masks / masks.sum(axis=1, keepdims=True)
+        z = np.random.default_rng(0).standard_normal((self.config.power_samples, len(self.d)))
+        needed = [-np.partition(weights @ study, k - 1)[k - 1] for study in z]
+        shift = float(np.percentile(needed, 100 * self.config.power))
+        return rounded(shift * float(self.spread.scaleb(-self.digits)))
+
+    @property
+    def reason_for_null(self) -> str | None:
+        """The first reason why one of the statistics is None."""
+        n, known = len(self.first), self.d is not None
+        reasons = {
+            "a pair diverged": not known,
+            "one pair": n == 1,
+            "five pairs or fewer": known and self.interval is None,
+            "all differences are equal": known and self.spread is None,
+            f"more than {self.config.exact_pairs} pairs": n > self.config.exact_pairs,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Holm's step-down correction for several tests; None where any p is missing."""
+    if None in p_values:
+        return [None] * len(p_values)
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(np.argsort(p_values, kind="stable")):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = largest
+    return [rounded(p) for p in corrected]
+
+
+def floors(data: Dataset) -> dict[str, float | None]:
+    """Return the test MSEs, in standardised target units, of what needs no network.
+
+    predict_mean: the training mean; repeat_last: channel 0 of the last token as the prediction, None for several
+    targets; linear: least squares of the target on the standardised tokens and a one, fitted on the training split.
+    """
+    design = {}
+    for split in ("train", "test"):
+        tokens = data.token_scale.apply(data.raw[split][0])
+        design[split] = np.column_stack([tokens.reshape(len(tokens), -1), np.ones(len(tokens))])
+    truth = {split: data.target_scale.apply(data.raw[split][1]) for split in design}
+    fit = np.linalg.lstsq(design["train"], truth["train"], rcond=1e-7)[0]
+    last = data.target_scale.apply(data.raw["test"][0][:, -1, :1]) if truth["test"].shape[1] == 1 else None
+    guesses = {"predict_mean": 0.0, "repeat_last": last, "linear": design["test"] @ fit}
+    errors = {name: None if guess is None else np.square(guess - truth["test"]) for name, guess in guesses.items()}
+    return {name: None if error is None else float(error.mean()) for name, error in errors.items()}
+
+
+def verdict(pairs: Pairs, seeds: Sequence[int], predict_mean: float | None = None) -> str:
+    """Return the verdict of a comparison, baseline first: the decision rule of the docstring.
+
+    predict_mean is that floor's mean, None where a report has none.
+    """
+    lost = []
+    for name, scores in (("baseline", pairs.first), ("idea", pairs.second)):
+        diverged = [str(seed) for seed, score in zip(seeds, scores, strict=True) if score is None]
+        lost += [f"{name} diverged at seed {', '.join(diverged)}"] if diverged else []
+    if lost:
+        return f"not judged: {'; '.join(lost)}"
+    if predict_mean is not None and min(mean_of(pairs.first), mean_of(pairs.second)) > predict_mean:
+        return "not judged: both models are worse than predicting the mean"
+    if not any(pairs.d):
+        return "no difference"
+    if pairs.p_value >= pairs.config.significance:
+        return "no significant difference"
+    return f"idea {'worse' if sum(pairs.d) > 0 else 'better'} (significant)"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 9. Mechanism and closed loop
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def kinetic_signature(layer: KineticLayer, tokens: Tensor) -> tuple[float, float]:
+    """Measure attenuation a(3) / a(0) and displacement of a layer, its gates frozen at their values on tokens.
+
+    tokens (sequences, token, channel).  Attenuation is that of the kinetic branch g * W_m K(e) for cosine waves e in
+    each channel, by power; displacement is that of a unit impulse in channel 0 at token T // 2 through the whole layer,
+    in channels.  NaN where T < 6 (attenuation) or C < 3 (displacement).
+    """
+    gate = torch.sigmoid(layer.gate(tokens)).double().numpy()  # (sequence, token, channel)
+    mix, transport, diffusion = (m.double().numpy() for m in (layer.mix.weight, layer.transport, layer.diffusion))
+    length, channels = tokens.shape[1:]
+
+    def power(k: int) -> float:
+        wave, analysis = wave_and_analysis(k, length, layer.angles)
+        moved = (diffusion @ wave)[:, None, None] * transport  # K(e): token, channel, the wave's channel
+        response = np.einsum("de,xec->xdc", mix, moved)
+        coefficient = np.einsum("nxd,xdc,x->ndc", gate, response, analysis, optimize=True)
+        return float(np.square(np.abs(coefficient)).mean(0).sum() / np.abs(wave @ analysis) ** 2)
+
+    attenuation = math.sqrt(power(layer.mode) / power(0)) if length >= 2 * layer.mode else math.nan
+    x, impulse, g = length // 2, np.eye(channels)[0], gate[:, length // 2].mean(0)
+    response = impulse + g * (mix @ (diffusion[x, x] * transport[x] @ impulse))
+    return attenuation, displacement(response) if channels >= 3 else math.nan
+
+
+def displacement(response: np.ndarray) -> Any:
+    """Return how far an impulse in channel 0 has moved in response (..., channel), modulo the channels."""
+    channels = response.shape[-1]
+    return -channels / (2 * np.pi) * np.angle(np.fft.fft(response, axis=-1)[..., 1])
+
+
+@torch.no_grad()
+def isolated_mechanism(config: Config, h: float, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Measure K alone, without gate and mixing: attenuation by mode, and displacement by token.
+
+    shape: channels, tokens.  Waves are equal in all channels, which transport leaves alone; an impulse is read at its
+    token, whose channels diffusion only scales.  Of uneven clocks, one a seed, the attenuation is the mean and the
+    error the largest.  The displacement is unwrapped from token to token, its slope is of the least-squares line
+    through the origin; None where h >= C / 2, at which it cannot be told, or C < 3.
+    """
+    (channels, length), modes, found = shape[:2], np.arange(shape[1] // 2 + 1), []
+    clocks = [token_angles(config, seed) for seed in config.seeds]
+    with computing(dataclasses.replace(config, dtype="float64")):
+        layer = KineticLayer(channels, length, h)
+    for angles in clocks if clocks[0] is not None else clocks[:1]:
+        layer.place(angles)
+        waves, analyses = zip(*(wave_and_analysis(int(k), length, angles) for k in modes), strict=True)
+        moved = layer.operator(torch.tensor(np.array(waves))[:, :, None].expand(-1, -1, channels)).mean(2).numpy()
+        found.append([abs(out @ a / (wave @ a)) for out, wave, a in zip(moved, waves, analyses, strict=True)])
+    predicted, low = np.exp(-h * modes.astype(float) ** 2), slice(0, 9)
+    error = float(np.max(np.abs(found - predicted)[:, low] / np.maximum(predicted, 1e-6)[low]))
+    block = {
+        "h": h,
+        "attenuation": [rounded(value, 7) for value in np.mean(found, axis=0)],
+        "attenuation_max_relative_error": rounded(error, 7),
+        "attenuation_confirmed": error <= config.operator_tolerance,
+    }
+    names = ("displacement", "displacement_slope", "displacement_max_error", "transport_confirmed")
+    if channels < 3 or h >= channels / 2:
+        return block | dict.fromkeys(names)
+    x, impulses = np.arange(length), layer.diffusion.diagonal()[:, None] * layer.transport[:, :, 0]
+    distance = np.unwrap(displacement(impulses.numpy()), period=channels)
+    slope, worst = float(distance @ x / (x @ x)), float(np.abs(distance - h * x).max())
+    close = abs(slope - h) <= config.operator_tolerance * h + 1e-12 and worst <= config.operator_tolerance
+    told = [rounded(value, 7) for value in distance], rounded(slope, 7), rounded(worst, 7), close
+    return block | dict(zip(names, told, strict=True))
+
+
+def signature(model: Model) -> list[dict[str, float | None]]:
+    """Return what each run's first layer says of itself on its first test sequences; nothing where it has no say."""
+    tokens, _ = model.batch("test", [slice(0, model.config.probe_sequences)] * len(model.runs))
+    found = []
+    for batch, layers in zip(tokens, model.layers, strict=True):
+        said = layers[0].signature(batch) if hasattr(layers[0], "signature") else {}
+        found.append({name: finite_or_none(float(value)) for name, value in said.items()})
+    return found
+
+
+@torch.no_grad()
+def rollout(model: Model) -> list[dict[str, list[float | None]]]:
+    """Predict in closed loop: each prediction becomes the next position, its velocity the backward difference.
+
+    Returns by run the RMSEs over the first test trajectories at each horizon, in units of the training targets' std:
+    of the model ("rollout"), of repeating the last measured position ("floor"), and of the training mean
+    ("predict_mean").  Nothing on a custom track.
+    """
+    config, paths = model.config, [data.trajectories for data in model.data]
+    if paths[0] is None:
+        return [{} for _ in model.runs]
+    piece, back, first = slice(0, config.probe_sequences), paths[0].differences, paths[0].measured.shape[1]
+    window, _ = model.batch("test", [piece] * len(model.runs))
+    history = [path.measured[piece, -back - 1 :] for path in paths]
+    truths = [path.position[piece, first:] for path in paths]
+    guesses = [{"rollout": np.empty_like(truth), "floor": last[:, -1:], "predict_mean": data.target_scale.mean}
+               for truth, last, data in zip(truths, history, model.data, strict=True)]  # fmt: skip
+    for step in range(config.rollout_steps):
+        model.place(step)
+        predicted = model(window).double().numpy()
+        recent = slice(first + step - back, first + step + 1)
+        for i, (data, path) in enumerate(zip(model.data, paths, strict=True)):
+            history[i] = np.column_stack([history[i][:, -back:], data.target_scale.invert(predicted[i])])
+            guesses[i]["rollout"][:, step] = history[i][:, -1]
+            drive = None if path.drive is None else path.drive[piece, recent]
+            token = data.token_scale.apply(encode(history[i], path.times[recent], drive, back))
+            window[i] = torch.cat([window[i][:, 1:], torch.from_numpy(token).to(window[i].dtype)], 1)
+    model.place(0)
+    columns, found = np.array(config.horizons) - 1, []
+    for truth, own, data in zip(truths, guesses, model.data, strict=True):
+        errors = {name: np.square(guess - truth).mean(0) ** 0.5 / data.target_scale.std for name, guess in own.items()}
+        found.append({name: [finite_or_none(error[c]) for c in columns] for name, error in errors.items()})
+    return found
+
+
+def knockout(model: Model) -> list[float | None]:
+    """Return the test MSE of each trained idea with h set to 0: the same weights, the identity for the operator."""
+    without = Model(model.config, [dataclasses.replace(run, h=(0.0,) * len(run.h)) for run in model.runs])
+    if without.flat.shape != model.flat.shape:
+        return [None] * len(model.runs)
+    without.flat.data.copy_(model.flat)
+    return [finite_or_none(score) for score in evaluate(without, "test")]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 10. Cores and hosts
+# ---------------------------------------------------------------------------------------------------------------------
+
+GROUP = 16  # runs trained side by side: fewer waste time on dispatch, more gain nothing
+SAVE_EVERY = 3.0  # seconds of training that a kill may cost
+RENDEZVOUS = 45.0  # seconds that a rank waits for the others to start
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+KEY_FIELDS = (  # what a training's numbers depend on, beside data, layer, seed, rate and the script itself
+    *("hidden", "batch", "dtype", "length", "sizes", "rollout_steps", "betas", "epsilon", "clip", "probe_sequences"),
+)  # fmt: skip
+Group = Sequence[tuple[Run, State | None]]  # runs that train together, and where they stand
+Over = Callable[[Callable[..., Any], Sequence[Group]], Iterator[dict[Run, Any]]]  # (task, groups): a task's results
+
+
+def sha256(*files: str) -> str:
+    """Return the hash of files' bytes."""
+    return hashlib.sha256(b"\0".join(Path(file).read_bytes() for file in files)).hexdigest()
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Any]:
+    """Write a file beside its place under a name that nobody has, then rename it: it is there whole or not at all."""
+    part = path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.part")
+    try:
+        with open(part, "xb") as file:
+            yield file
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+class Store:
+    """Trainings on disk: one .npz for a run, named by a key of all that its numbers depend on, and the epoch reached.
+
+    The number of epochs asked for is not part of the key, and a raw run's does not name the idea.  zip has the
+    checksum, the rename the atomicity.  `data` holds the digest of a custom track's data by seed.
+    """
+
+    def __init__(self, config: Config, folder: Path, resume: bool, data: Mapping[int, str]) -> None:
+        self.folder, self.resume, self.data, self.epochs, self.rotten = folder / STORE, resume, data, config.epochs, 0
+        track, (path, name) = config.track, split_idea(config.idea)
+        track = track if track in TRACKS else sha256(track, *load_file(track)[1])
+        self.idea = config.idea if config.idea in LAYERS else f"{sha256(path, *load_file(path)[1])}:{name}"
+        try:
+            script = inspect.getsource(sys.modules[__name__])
+        except (OSError, TypeError):
+            raise UsageError(
+                "the script can't read its own text, a part of a run's key: start it from a file"
+            ) from None
+        self.base = [{name: getattr(config, name) for name in KEY_FIELDS}, versions(), script, track]
+
+    def files(self, run: Run) -> dict[int, Path]:
+        """Return {epoch reached: file} of a run."""
+        parts = [self.base, self.data.get(run.seed), None if run.h is None else self.idea, run.seed, run.config]
+        self.key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
+        found = [(path.suffixes[0][1:], path) for path in self.folder.glob(f"{self.key}.*.npz") if path.is_file()]
+        return {int(epoch): path for epoch, path in found if epoch.isdecimal()}
+
+    def load(self, run: Run) -> State | None:
+        """Return the longest training on disk that goes no further than this command; with --resume alone.  What can't
+        be read counts as none, and in `rotten`."""
+        for epoch, path in sorted(self.files(run).items(), reverse=True) if self.resume else ():
+            if epoch <= self.epochs:
+                try:
+                    with np.load(path, allow_pickle=False) as file:
+                        curve = dict(zip(file["epochs"].tolist(), file["curve"].tolist(), strict=True))
+                        arrays = [file[name] for name in ("weights", "mean", "square")]
+                        return State(epoch, *arrays, bool(file["finite"]), curve)
+                except Exception:  # zipfile, zlib and NumPy raise a dozen kinds for a file that was bent
+                    self.rotten += 1
+        return None
+
+    def save(self, run: Run, state: State) -> None:
+        """Write where a run stands, in place of where it stood.  Raises RunError where that fails."""
+        arrays = {name: getattr(state, name) for name in ("weights", "mean", "square", "finite")}
+        try:
+            self.folder.mkdir(exist_ok=True)
+            earlier = self.files(run)
+            with new_file(self.folder / f"{self.key}.{state.epoch}.npz") as file:
+                np.savez(file, epochs=list(state.curve), curve=list(state.curve.values()), **arrays)
+            for path in (path for epoch, path in earlier.items() if epoch < state.epoch):
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunError(f"cannot write in {self.folder}: {error.strerror}; earlier results are whole") from None
+
+
+def train_runs(config: Config, store: Store, group: Group, tick: Callable[[int], None]) -> dict[Run, Record]:
+    """Train a group to its last epoch and score it; saved now and then, and told to `tick` by epochs of runs."""
+    runs, states = zip(*group, strict=True)
+    for seed in {run.seed for run in runs} & set(store.data):  # hash(), for instance, answers otherwise elsewhere
+        if build_dataset(config, seed).digest(*SPLITS) != store.data[seed]:
+            raise RunError(
+                f"{config.track}: make({seed}, ...) answers otherwise in another process: seed its randomness"
+            )
+    with computing(config):
+        training, saved = Training(Model(config, runs), states if states[0] else None), time.monotonic()
+        for epoch in training.run():
+            tick(len(runs))
+            if epoch == config.epochs or time.monotonic() - saved > SAVE_EVERY:
+                for run, state in zip(runs, training.states(), strict=True):
+                    store.save(run, state)
+                saved = time.monotonic()
+        return dict(zip(runs, records(training), strict=True))
+
+
+def probe_runs(config: Config, store: Store, group: Group, tick: Callable[[int], None]) -> dict[Run, dict[str, Any]]:
+    """Measure finished runs: closed loop; the floors and facts of a baseline's data; an idea's signature, before training
+    too, and its knockout."""
+    runs, states = zip(*group, strict=True)
+    with computing(config):
+        model = Training(Model(config, runs), states).model
+        found = rollout(model)
+        if runs[0].h is not None:
+            parts = zip(signature(model), signature(Model(config, runs)), knockout(model), strict=True)
+            found = [row | dict(zip(("signature", "untrained", "knockout"), own, strict=True))
+                     for row, own in zip(found, parts, strict=True)]  # fmt: skip
+        for row, data in zip(found, model.data, strict=True) if runs[0].h is None else ():
+            row |= {"floors": floors(data), "shape": data.shape, "test_digest": data.digest("test")}
+            row |= {"sequences": {split: len(data.raw[split][0]) for split in SPLITS}}
+            row["test_in_train"] = data.share_in_train("test")
+        return dict(zip(runs, found, strict=True))
+
+
+def plan(group: Group, jobs: int) -> list[Group]:
+    """Share runs out into groups that can train together, in the order of seeds, as many in each job as in another.
+
+    Together trains what has the same number of layers and stands at the same epoch.  Dealt like cards, the groups of a
+    seed come to the same job, which has its data already.
+    """
+    kinds: dict[Any, list[tuple[Run, State | None]]] = {}
+    for run, state in sorted(group, key=lambda pair: (pair[0].seed, pair[0].h or (), pair[0].lr)):
+        kinds.setdefault((-len(run.h or ()), state.epoch if state else 0), []).append((run, state))
+    groups: list[Group] = []
+    for _, members in sorted(kinds.items()):
+        count = math.ceil(len(members) / min(GROUP, math.ceil(len(group) / jobs)))
         count = min(len(members), math.ceil(count / jobs) * jobs)
         edges = [round(i * len(members) / count) for i in range(count + 1)]
-        groups += [tuple(members[start:stop]) for start, stop in itertools.pairwise(edges)]
+        groups += [members[start:stop] for start, stop in itertools.pairwise(edges)]
     return groups
 
 
-def available_cpus() -> int:
-    """Return the CPUs that this process may use: its affinity, and the quota of its container (cgroup v2 or v1)."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
-    quotas = []
-    with contextlib.suppress(OSError):
-        place = re.search(r"^0::(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
-        here = Path("/sys/fs/cgroup") / (place[1].strip("/") if place else "")
-        quotas = [(folder / "cpu.max") for folder in (here, *here.parents) if folder.is_relative_to("/sys/fs/cgroup")]
-    for file in quotas:
+@contextlib.contextmanager
+def failure_named(group: Group) -> Iterator[None]:
+    """Turn a worker's death, or what a user's code raised, into a RunError that names the runs lost by it."""
+    try:
+        yield
+    except (UsageError, RunError):
+        raise
+    except Exception as error:
+        killed = isinstance(error, concurrent.futures.process.BrokenProcessPool)
+        what, lost = "a worker process was killed" if killed else one_line(error), [str(run) for run, _ in group]
+        raise RunError(f"{what}; lost: {'; '.join(lost)}; --resume goes on from the rest") from error
+
+
+class Progress:
+    """Epochs of runs done, on stderr every few seconds, with the time left.  `out` None: silent."""
+
+    INTERVAL = 3.0  # seconds
+
+    def __init__(self, out: Any) -> None:
+        self.out, self.start, self.shown, self.done, self.left = out, time.monotonic(), -math.inf, 0, 0
+
+    def tick(self, count: int) -> None:
+        """Count epochs of runs, and say so if it is time."""
+        self.done, self.left, now = self.done + count, max(0, self.left - count), time.monotonic()
+        if self.out is None or now - self.shown < self.INTERVAL:
+            return
+        self.shown, elapsed = now, now - self.start
+        left = f", about {elapsed / self.done * self.left:.0f} s left" if self.done else ""
+        line = f"stage2_bench: {self.done} of {self.done + self.left} epochs of runs, {elapsed:.0f} s{left}"
         with contextlib.suppress(OSError, ValueError):
-            quota, period = file.read_text().split()
-            cpus = min(cpus, max(1, int(quota) // int(period)))
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = (Path(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        cpus = min(cpus, max(1, int(quota) // int(period))) if int(quota) > 0 else cpus
-    return cpus
+            print(line, file=self.out, flush=True)
 
 
-def start_worker() -> None:
-    """Prepare a worker process: one thread, signals left to the parent, and no life without the parent."""
+@contextlib.contextmanager
+def alone(progress: Progress) -> Iterator[Over]:
+    """Do the groups one after the other in this process."""
+
+    def over(task: Callable[..., Any], groups: Sequence[Group]) -> Iterator[dict[Run, Any]]:
+        for group in groups:
+            with failure_named(group):
+                found = task(group, progress.tick)
+            yield found
+
+    yield over
+
+
+def start_worker(counters: Any, index: int) -> None:
+    """Prepare a worker process: one thread, signals left to the parent, no life without the parent, and its own one of
+    the shared counters."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
@@ -968,20 +1544,16 @@ def start_worker() -> None:
         multiprocessing.parent_process().join()
         os._exit(1)
 
+    def tick(count: int) -> None:
+        counters[index] += count
+
     threading.Thread(target=follow_parent, daemon=True).start()
+    work.tick = tick
 
 
-@contextlib.contextmanager
-def failure_named(stack: Stack) -> Iterator[None]:
-    """Turn a worker's death, or what a user's code raised, into a RunError that names the runs lost by it."""
-    try:
-        yield
-    except (UsageError, RunError):
-        raise
-    except Exception as error:
-        killed = isinstance(error, BrokenProcessPool)
-        what, lost = "a worker process was killed" if killed else one_line(error), "; ".join(map(str, stack.runs))
-        raise RunError(f"{what}; lost: {lost}; --resume goes on from the rest") from error
+def work(task: Callable[..., Any], group: Group) -> dict[Run, Any]:
+    """Do a group in a worker."""
+    return task(group, work.tick)
 
 
 @contextlib.contextmanager
@@ -1004,718 +1576,289 @@ def signals_held() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-class Alone:
-    """Completes stacks one after the other in this process; the other backends are made from it."""
+@contextlib.contextmanager
+def workers(progress: Progress, jobs: int, fork: bool) -> Iterator[Over]:
+    """Deal the groups to single-process executors like cards.  Raises RunError if a worker dies, or can't start."""
+    before, pools = set(multiprocessing.active_children()), []
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    def __enter__(self) -> Alone:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def run(self, stacks: Sequence[Stack]) -> Iterator[dict[Run, Record]]:
-        """Complete the stacks and yield their records as they come."""
-        for stack in stacks:
-            with failure_named(stack):
-                found = complete(self.config, stack)
-            yield found
-
-
-class WorkerPool(Alone):
-    """Single-process executors, so that stacks of the same seeds go to the process that has their data already."""
-
-    def __init__(self, config: Config, jobs: int, fork: bool) -> None:
-        super().__init__(config)
-        self.before = set(multiprocessing.active_children())
-        context = multiprocessing.get_context("fork" if fork else "spawn")
-        pool = functools.partial(concurrent.futures.ProcessPoolExecutor, 1, context, start_worker)
-        self.workers = [pool() for _ in range(jobs)]
-        self.seeds: list[set[int]] = [set() for _ in range(jobs)]
-
-    def __exit__(self, *_: object) -> None:
-        for process in set(multiprocessing.active_children()) - self.before:
-            process.kill()
-        for worker in self.workers:
-            worker.shutdown(wait=True, cancel_futures=True)
-
-    def nearest(self, waiting: list[Stack], worker: int) -> Stack:
-        """Take the stack with the most data that the worker has and the least that another has."""
-        others = set().union(*self.seeds[:worker], *self.seeds[worker + 1 :])
-        return max(waiting, key=lambda s: (len(s.seeds & self.seeds[worker]), -len(s.seeds & others), s.cost))
-
-    def run(self, stacks: Sequence[Stack]) -> Iterator[dict[Run, Record]]:
-        """Complete the stacks and yield their records as they come.  Raises RunError if a worker dies."""
-        waiting, busy = list(stacks), {}
-        while waiting or busy:
-            for worker in set(range(len(self.workers))) - {worker for worker, _ in busy.values()}:
-                if waiting:
-                    stack = self.nearest(waiting, worker)
-                    waiting.remove(stack)
-                    self.seeds[worker] |= stack.seeds
-                    with failure_named(stack), signals_held():
-                        busy[self.workers[worker].submit(complete, self.config, stack)] = worker, stack
-            done, _ = concurrent.futures.wait(busy, return_when=concurrent.futures.FIRST_COMPLETED)
+    def over(task: Callable[..., Any], groups: Sequence[Group]) -> Iterator[dict[Run, Any]]:
+        waiting, counted = {}, sum(counters)
+        for i, group in enumerate(groups):
+            with failure_named(group), signals_held():
+                waiting[pools[i % jobs].submit(work, task, group)] = group
+        while waiting:
+            done, _ = concurrent.futures.wait(waiting, 0.5, concurrent.futures.FIRST_COMPLETED)
+            progress.tick(sum(counters) - counted)
+            counted = sum(counters)
             for future in sorted(done, key=lambda future: future.exception() is not None):  # what is sound comes first
-                _, stack = busy.pop(future)
-                with failure_named(stack):
+                with failure_named(waiting.pop(future)):
                     found = future.result()
                 yield found
 
+    try:
+        context = multiprocessing.get_context("fork" if fork else "spawn")
+        counters = context.RawArray("Q", jobs)
+        for i in range(jobs):
+            pools.append(concurrent.futures.ProcessPoolExecutor(1, context, start_worker, (counters, i)))
+    except OSError as error:  # no shared memory or semaphores to be had
+        raise RunError(f"worker processes can't start ({one_line(error)}): try --jobs 1") from None
+    try:
+        yield over
+    finally:
+        for process in set(multiprocessing.active_children()) - before:
+            process.kill()
+        for pool in pools:
+            pool.shutdown(wait=True, cancel_futures=True)
 
-class Ranks(Alone):
-    """Share stacks over the ranks of torchrun (gloo); every rank learns every record, in the same order."""
 
-    def __enter__(self) -> Ranks:
-        torch.distributed.init_process_group("gloo")
-        self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return self
+def waited(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Call what may wait for other ranks, in a thread, so that signals end the wait."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:  # after a failure the peers may be gone: leave, and let torchrun end the rest
-            torch.distributed.destroy_process_group()
+    def call() -> None:
+        try:
+            future.set_result(function(*args, **named))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    while not future.done():
+        concurrent.futures.wait([future], 0.1)
+    return future.result()
+
+
+class Ranks:
+    """The ranks of torchrun (gloo), in step: every rank learns every result, in the same order."""
+
+    def __init__(self) -> None:
+        distributed = torch.distributed
+        try:
+            waited(distributed.init_process_group, "gloo", timeout=timedelta(seconds=RENDEZVOUS))
+            self.group = waited(distributed.new_group, backend="gloo", timeout=timedelta(days=365))
+        except Exception as error:
+            what = f"the ranks that RANK and WORLD_SIZE speak of did not meet within {RENDEZVOUS:.0f} s"
+            raise RunError(f"{what}: start under torchrun, or unset both ({one_line(error)[:160]})") from None
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value.  Raises RunError where a rank is lost."""
         values: list[Any] = [None] * self.size
         try:
-            torch.distributed.all_gather_object(values, value)
+            waited(torch.distributed.all_gather_object, values, value, group=self.group)
         except RuntimeError as error:
             raise RunError(f"a rank was lost; --resume goes on from the rest ({one_line(error)[:120]})") from None
         return values
 
-    def run(self, stacks: Sequence[Stack]) -> Iterator[dict[Run, Record]]:
-        """Complete the stacks in rounds, one a rank, and yield everybody's records.  Raises RunError if one fails."""
-        for start in range(0, len(stacks), self.size):
-            result: dict[Run, Record] | str = {}
-            try:
-                for stack in stacks[start + self.rank : start + self.rank + 1]:
-                    with failure_named(stack):
-                        result = complete(self.config, stack)
-            except (UsageError, RunError) as error:  # the others wait for this rank: tell them, then fail together
-                result = f"rank {self.rank}: {error}"
-            for found in self.gather(result):
-                if isinstance(found, str):
-                    raise RunError(found)
-                yield found
+    @contextlib.contextmanager
+    def working(self, progress: Progress) -> Iterator[Over]:
+        """Do the groups in rounds, one a rank."""
 
+        def over(task: Callable[..., Any], groups: Sequence[Group]) -> Iterator[dict[Run, Any]]:
+            for start in range(0, len(groups), self.size):
+                result: dict[Run, Any] | str = {}
+                try:
+                    for group in groups[start + self.rank : start + self.rank + 1]:
+                        with failure_named(group):
+                            result = task(group, lambda count: progress.tick(count * self.size))
+                except (UsageError, RunError) as error:  # the others wait for this rank: tell them, then fail together
+                    result = f"rank {self.rank}: {error}"
+                for found in self.gather(result):
+                    if isinstance(found, str):
+                        raise RunError(found)
+                    yield found
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 8. Sweep and pairs
-# ---------------------------------------------------------------------------------------------------------------------
+        yield over
+        waited(torch.distributed.destroy_process_group)  # after a failure the peers may be gone: torchrun ends the rest
 
 
 class Execution:
-    """Completes runs on a backend.  `recall` knows those of an earlier start, `on_records` hears of new ones."""
+    """Trains and probes runs over a backend; knows what is on disk, and what was trained before."""
 
-    def __init__(
-        self,
-        config: Config,
-        backend: Alone,
-        jobs: int,
-        recall: Callable[[Run], Record | None] = lambda run: None,
-        on_records: Callable[[dict[Run, Record]], None] = lambda found: None,
-    ) -> None:
-        self.config, self.backend, self.jobs = config, backend, jobs
-        self.recall, self.on_records = recall, on_records
+    def __init__(self, config: Config, store: Store, over: Over, jobs: int, progress: Progress, ranks: Any) -> None:
+        self.config, self.store, self.over, self.jobs, self.progress = config, store, over, jobs, progress
+        self.ranks: Ranks | None = ranks
         self.records: dict[Run, Record] = {}
 
-    def complete(self, runs: Iterable[Run], probed: Iterable[Run] = ()) -> None:
-        """Make sure that `records` has every run, and a probe for each of `probed`."""
-        wanted, probes = list(dict.fromkeys(runs)), frozenset(probed)
-        recalled = {run: self.recall(run) for run in wanted if run not in self.records}
-        self.records |= {run: record for run, record in recalled.items() if record}
-        new = [run for run in wanted if run not in self.records]
-        bare = [run for run in wanted if run in probes.difference(new) and self.records[run].probe is None]
-        stacks = [Stack(group, probes) for group in plan(self.config, new, self.jobs)]
-        for group in plan(self.config, bare, self.jobs):
-            stacks.append(Stack(group, probes, tuple(self.records[run] for run in group)))
-        for found in self.backend.run(sorted(stacks, key=lambda stack: -stack.cost)):
+    def train(self, runs: Sequence[Run]) -> dict[Run, Record]:
+        """Return the records of runs, and all earlier ones; trains what is neither known nor on disk."""
+        config, store, wanted = self.config, self.store, [run for run in dict.fromkeys(runs) if run not in self.records]
+        writes = self.ranks is None or self.ranks.rank == 0
+        states = {run: store.load(run) if writes else None for run in wanted}
+        states = self.ranks.gather(states)[0] if self.ranks else states
+        if store.rotten:
+            complain(f"warning: {store.folder}: {store.rotten} files could not be read; those runs train again")
+            store.rotten = 0
+        left = sum(config.epochs - (state.epoch if state else 0) for state in states.values())
+        if not self.records:  # after the sweep, the pairs
+            left += 3 * (len(config.seeds) - config.sweep_seeds) * config.epochs
+        self.progress.left = left
+        self.progress.tick(0)
+        for found in self.over(functools.partial(train_runs, config, store), plan(list(states.items()), self.jobs)):
             self.records |= found
-            self.on_records(found)
+            for run, record in found.items() if self.ranks and writes else ():  # of hosts that do not share this folder
+                if config.epochs not in store.files(run):
+                    store.save(run, record.state)
+        return self.records
+
+    def probe(self, found: Mapping[Run, Record]) -> dict[Run, dict[str, Any]]:
+        """Return what is measured of finished runs."""
+        groups = plan([(run, record.state) for run, record in found.items()], self.jobs)
+        results = self.over(functools.partial(probe_runs, self.config, self.store), groups)
+        return {run: probed for result in results for run, probed in result.items()}
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One model of the comparison: its grid of (lr, h), the sweep's means, and the best configuration's runs."""
-
-    grid: tuple[tuple[float, tuple[float, ...] | None], ...]
-    means: tuple[float, ...]  # inf where a run of the row diverged
-    validation: tuple[float, ...]
-    scores: tuple[float | None, ...]  # test MSE by seed, as printed
-    probes: tuple[dict[str, Any], ...]
-    parameters: int
-
-    @property
-    def best(self) -> tuple[float, tuple[float, ...] | None]:
-        """The configuration with the lowest mean."""
-        return best_row(self.grid, self.means)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The three arms of a benchmark and the parameters' counts; all that the report is made of."""
-
-    baseline: Arm
-    idea: Arm
-    placebo: Arm
-    diverged: tuple[Run, ...]
-
-
-def best_row(grid: Sequence[Any], means: Sequence[float]) -> Any:
-    """Return the configuration with the lowest mean, the smaller lr (then h) on a tie; inf never beats a number."""
-    return min(zip(means, grid, strict=True))[1]
-
-
-def grids(config: Config) -> dict[str, list[Any]]:
-    """Return the (lr, h) grid of each arm: the same rates for all, h = 0 for the placebo."""
-    zeros = tuple(dict.fromkeys((0.0,) * len(h) for h in config.hs))
-    steps = {"baseline": (None,), "idea": config.hs, "placebo": zeros}
-    return {name: [(lr, h) for h in hs for lr in config.lrs] for name, hs in steps.items()}
-
-
-def sweep_means(config: Config, records: dict[Run, Record], grid: Sequence[Any], field: str) -> list[float]:
-    """Return each row's mean over the sweep's seeds, of printed numbers; inf where one of its runs diverged."""
-    means = []
-    for lr, h in grid:
-        values = [printed(getattr(records[Run(seed, lr, h)], field)) for seed in config.sweep]
-        means.append(math.inf if None in values else printed(float(np.mean(values))))
-    return means
-
-
-def benchmark(config: Config, execution: Execution) -> Outcome:
-    """Sweep the three arms together, then run every seed at each one's best configuration.
-
-    The placebo is the one with as many layers as the winning idea, so that their parameters are equal in number.
-    """
-    records, rows = execution.records, grids(config)
-    execution.complete(Run(seed, lr, h) for seed in config.sweep for grid in rows.values() for lr, h in grid)
-    _, idea_h = best_row(rows["idea"], sweep_means(config, records, rows["idea"], "score"))
-    rows["placebo"] = [(lr, h) for lr, h in rows["placebo"] if len(h) == len(idea_h)]
-    means = {name: sweep_means(config, records, grid, "score") for name, grid in rows.items()}
-    pairs = {name: [Run(s, *best_row(grid, means[name])) for s in config.seeds] for name, grid in rows.items()}
-    execution.complete(itertools.chain(*pairs.values()), pairs["baseline"] + pairs["idea"])
-
-    def arm(name: str) -> Arm:
-        chosen = [records[run] for run in pairs[name]]
-        return Arm(
-            grid=tuple(rows[name]),
-            means=tuple(means[name]),
-            validation=tuple(sweep_means(config, records, rows[name], "validation")),
-            scores=tuple(printed(record.score) for record in chosen),
-            probes=tuple(record.probe or {} for record in chosen),
-            parameters=len(chosen[0].weights),
-        )
-
-    diverged = tuple(sorted((run for run, record in records.items() if record.score is None), key=str))
-    return Outcome(arm("baseline"), arm("idea"), arm("placebo"), diverged)
+def available_cpus() -> int:
+    """Return the CPUs that this process may use: its affinity, and the quota of its container (cgroup v2)."""
+    affinity, top = getattr(os, "sched_getaffinity", None), Path("/sys/fs/cgroup")
+    cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
+    with contextlib.suppress(OSError):
+        place = re.search(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+        here = top / (place[1] if place else "")
+        for folder in (here, *here.parents):
+            with contextlib.suppress(OSError, ValueError):
+                quota, period = (folder / "cpu.max").read_text().split()
+                cpus = min(cpus, max(1, int(quota) // int(period)))
+    return cpus
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 9. Statistics
+# 11. Report and diff
 # ---------------------------------------------------------------------------------------------------------------------
 
-TIE = 1e-9  # relative tolerance that decides ties between resampled means and the observed one
+REPORT, OUTPUT, STORE = "bench_report.json", "stage2_output.txt", ".stage2_runs"
+# The classes of a report's fields, by a name on their way.  Contract: what was run, with what, in which form; must be
+# equal.  Measured: numbers from training; compared within --rtol.  All others are derived: `derive` makes them from
+# these two, so they must follow from their own report, and need not be equal.
+CONTRACT = {
+    *("bench_version", "track", "model", "metric_direction", "n_seeds", "n", "cfg", "union_lr_grid", "prediction"),
+    *("parameter_parity", "custom_track", "options", "data", "epoch", "horizon", "validation_choice", "reason"),
+    *("diverged_seeds", "parameters"),
+}
+MEASURED = {
+    *("per_seed", "sweep", "idea_sweep", "isolated_mechanism", "transport_confirmed", "mechanism_untrained", "floor"),
+}
 
 
-def printed(value: float | None, digits: int = 10) -> float | None:
-    """Round a number as the report prints it; None where it is missing, NaN or infinite.  Zero has no sign."""
-    if value is None or not math.isfinite(value):
-        return None
-    return round(float(value), digits) + 0.0
-
-
-def summary(scores: Sequence[float | None]) -> dict[str, Any]:
-    """Return mean, population std, the scores by seed, and their number; None where a seed diverged."""
-    mean = std = None
-    if None not in scores:
-        mean, std = printed(float(np.mean(scores))), printed(float(np.std(scores)))
-    return {"mean": mean, "std": std, "per_seed": list(scores), "n": len(scores)}
-
-
-def differences(first: Sequence[float | None], second: Sequence[float | None]) -> np.ndarray | None:
-    """Return second - first by seed, (pairs,); None where a pair has a diverged run."""
-    if None in (*first, *second):
-        return None
-    return np.subtract(second, first, dtype=np.float64)
-
-
-def has_spread(d: np.ndarray | None) -> bool:
-    """Say whether differences vary by more than rounding: what divides by their deviation needs it."""
-    return d is not None and len(d) > 1 and float(np.ptp(d)) > TIE * float(np.abs(d).max())
-
-
-def unit_scale(d: np.ndarray) -> np.ndarray:
-    """Divide by the largest absolute value, so that no tolerance or overflow depends on the unit.  Zeros stay."""
-    return d / (np.abs(d).max() or 1.0)
-
-
-def reaches(means: np.ndarray, observed: float) -> np.ndarray:
-    """Say which resampled means are at least as far from 0 as the observed one; ties to a relative tolerance count."""
-    return np.abs(means) >= abs(observed) * (1 - TIE)
-
-
-def sign_flip_p(d: np.ndarray | None, flips: int = Config.flips) -> float | None:
-    """Two-sided p-value of paired differences (pairs,) by sampled sign flips.
-
-    Null hypothesis: each difference is as likely as its negative.  The flips are default_rng(0)'s, drawn in row
-    blocks of bounded memory, which gives the same stream as one draw.  Good 2005, section 3.2.
-    """
-    if d is None:
-        return None
-    d, rng = unit_scale(d), np.random.default_rng(0)
-    observed, hits, block = d.mean(), 0, max(1, 4_000_000 // len(d))
-    for start in range(0, flips, block):
-        signs = rng.choice([-1, 1], size=(min(block, flips - start), len(d)))
-        hits += int(reaches((signs * d).mean(axis=1), observed).sum())
-    return hits / flips
-
-
-def exact_p(d: np.ndarray | None, most: int = Config.exact_pairs) -> float | None:
-    """Two-sided sign-flip p-value by enumeration of all 2^n flips; None above `most` pairs or where one diverged."""
-    if d is None or len(d) > most:
-        return None
-    if len(d) == 1 or not d.any():
-        return 1.0  # every flip ties with the observed mean
-    d = unit_scale(d)
-    observed = d.mean()
-    result = stats.permutation_test(
-        (d,),
-        lambda x, axis: reaches(x.mean(axis=axis), observed).astype(float),
-        permutation_type="samples",
-        alternative="greater",
-        n_resamples=2 ** len(d),
-        vectorized=True,
-    )
-    assert len(result.null_distribution) == 2 ** len(d)
-    return float(result.pvalue)
-
-
-def bootstrap_interval(d: np.ndarray | None, resamples: int = Config.resamples) -> list[float] | None:
-    """95 % BCa interval of the mean difference (Efron 1987); None with one pair, without spread, or diverged."""
-    if not has_spread(d):
-        return None
-    scale = float(np.abs(d).max())
-    interval = stats.bootstrap(
-        (d / scale,), np.mean, n_resamples=resamples, method="BCa", rng=np.random.default_rng(0)
-    ).confidence_interval
-    low, high = printed(interval.low * scale), printed(interval.high * scale)
-    return None if low is None or high is None else [low, high]
-
-
-def detectable_difference(d: np.ndarray | None, config: Config) -> float | None:
-    """Return the smallest mean difference that a two-sided paired t-test finds with 80 % power at this n and spread."""
-    if not has_spread(d):
-        return None
-    spread = stats.chi(len(d) - 1, scale=1 / math.sqrt(len(d) - 1))  # of the estimated over the true deviation
-    critical = stats.t.ppf(1 - config.significance / 2, len(d) - 1)
-
-    def missing_power(shift: float) -> float:
-        return spread.expect(lambda s: stats.norm.sf(critical * s - shift)) - config.power
-
-    shift = optimize.brentq(missing_power, 0.0, 3 * critical + 10)
-    return printed(shift * float(np.std(d, ddof=1)) / math.sqrt(len(d)))
-
-
-def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm's step-down correction for several tests (Scand. J. Stat. 6, 65); None where any p is missing."""
-    if None in p_values:
-        return [None] * len(p_values)
-    corrected, largest = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(np.argsort(p_values, kind="stable")):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        corrected[index] = largest
-    return [printed(p) for p in corrected]
-
-
-def verdict(delta: float | None, p: float | None, diverged: str, significance: float = Config.significance) -> str:
-    """Return the verdict of a comparison; `diverged` names the diverged pairs where p is None."""
-    if delta is None or p is None:
-        return f"not judged: {diverged}"
-    if delta == 0 and p == 1.0:
-        return "no difference"
-    word = "worse" if delta > 0 else "better"
-    return f"idea {word} ({'' if p < significance else 'not '}significant)"
-
-
-def diverged_pairs(first: Sequence[float | None], second: Sequence[float | None], seeds: Sequence[int]) -> str:
-    """Name the seeds at which baseline or idea diverged."""
-    parts = []
-    for name, scores in (("baseline", first), ("idea", second)):
-        lost = [str(seed) for seed, score in zip(seeds, scores, strict=True) if score is None]
-        if lost:
-            parts.append(f"{name} diverged at seed {', '.join(lost)}")
-    return "; ".join(parts)
-
-
-def comparison(first: Sequence[float | None], second: Sequence[float | None], seeds: Sequence[int]) -> dict[str, Any]:
-    """Compare printed scores by seed, baseline first: the report's block of this name."""
-    d = differences(first, second)
-    delta, p = (None, None) if d is None else (printed(float(d.mean())), printed(sign_flip_p(d)))
-    text = verdict(delta, p, diverged_pairs(first, second, seeds)) if d is None or d.any() else "no difference"
-    finite = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
-    return {
-        "delta_mean": delta,
-        "idea_wins": sum(b < a for a, b in finite),
-        "n_pairs": len(first),
-        "p_value": p,
-        "verdict": text,
-        "system_worked": text == "idea better (significant)",
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 10. Mechanism signature
-# ---------------------------------------------------------------------------------------------------------------------
-
-PREDICTION = "x Fourier attenuation approximately exp(-h*k^2) and transport displacement proportional to h*x"
-
-
-@torch.no_grad()
-def kinetic_signature(
-    layer: KineticLayer, weights: Sequence[Tensor], tokens: Tensor, config: Config
-) -> tuple[Tensor, Tensor]:
-    """Measure attenuation a(3) / a(0) and displacement (runs,) of trained layers, gates frozen at their values.
-
-    tokens (runs, channel, time, sequences) give the gates.  Attenuation is that of the linear branch g * W_m K(e) for
-    cosine waves e in each channel, by power; displacement is that of a unit impulse in channel 0 at token T // 2
-    through the whole layer, in channels.  NaN where T < 6 (attenuation) or C < 2 (displacement).
-    """
-    gate, mix = layer.gate(weights, tokens).double(), weights[2].double()
-    runs, channels, length, _ = gate.shape
-    identity = torch.eye(channels, dtype=torch.float64)
-
-    def branch(impulses: Tensor) -> Tensor:
-        return torch.einsum("rdc,rctj->rdtj", mix, layer.operator(impulses))
-
-    def power(k: int) -> Tensor:
-        wave, analysis = layer.operator.wave(k), layer.operator.analysis(k)
-        response = branch(identity[:, None, :] * wave[:, None, :, None])
-        coefficient = torch.einsum("rdtn,rdtj,rt->rdjn", gate + 0j, response + 0j, analysis)
-        return coefficient.abs().square().mean(3).sum((1, 2)) / (wave * analysis).sum(1).abs().square()
-
-    attenuation = torch.full((runs,), math.nan, dtype=torch.float64)
-    if length >= 2 * config.wave:
-        attenuation = (power(config.wave) / power(0)).sqrt()
-    middle = length // 2
-    impulse = torch.zeros(runs, channels, length, 1, dtype=torch.float64)
-    impulse[:, 0, middle] = 1.0
-    response = impulse[:, :, middle, 0] + gate[:, :, middle].mean(2) * branch(impulse)[:, :, middle, 0]
-    return attenuation, displacement(response)
-
-
-def displacement(response: Tensor) -> Tensor:
-    """Return how far (runs,) an impulse in channel 0 has moved in response (runs, channel), modulo the channels."""
-    channels = response.shape[1]
-    if channels < 2:
-        return torch.full((len(response),), math.nan, dtype=response.dtype)
-    return -channels / (2 * math.pi) * torch.angle(torch.fft.fft(response, dim=1)[:, 1])
-
-
-def signature(model: StackedModel, flat: Tensor) -> list[dict[str, float | None]]:
-    """Return the signature of each run's first layer on its first test sequences; nothing for the raw model."""
-    if not model.layers:
-        return [{} for _ in model.runs]
-    piece = slice(0, model.config.probe_sequences)
-    tokens, _, _ = model.batch("test", [piece] * len(model.runs))
-    layer = model.layers[0]
-    with torch.no_grad():
-        found = layer.signature(model.split_parameters(flat)[6 : 6 + len(layer.shapes)], tokens, model.config)
-    return [{name: finite_or_none(value) for name, value in run.items()} for run in found]
+def best_config(sweep: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the configuration of the row that wins a printed sweep."""
+    grid, means = [], [math.inf if row["mean"] is None else row["mean"] for row in sweep]
+    for row in sweep:
+        grid.append((row["cfg"]["lr"], row["cfg"]["h"]))
+    return dict(zip(("lr", "h"), best_row(grid, means), strict=True))
 
 
 def relative_error(observed: float | None, predicted: float | None) -> float | None:
-    """Return abs(observed - predicted) / predicted as printed; None where either is missing or the prediction is 0."""
-    if observed is None or not predicted:
-        return None
-    return printed(abs(observed - predicted) / abs(predicted), 7)
+    """Return abs(observed - predicted) / predicted of printed numbers; None where one is missing or predicted is 0."""
+    return None if observed is None or not predicted else rounded(abs(observed - predicted) / abs(predicted), 7)
 
 
-def confirmation(observed: float | None, predicted: float | None) -> dict[str, Any]:
-    """Judge the attenuation from its printed numbers."""
-    error = relative_error(observed, predicted)
-    return {"attenuation_relative_error": error, "confirmed": error is not None and error <= Config.tolerance}
+def arms_of(report: Mapping[str, Any]) -> dict[str, tuple[list[Any], dict[str, Any]]]:
+    """Return (sweep, block of scores) of each arm of a report; no placebo where none was trained."""
+    arms = {"baseline": (report["baseline"]["sweep"], report["baseline"]["full"])}
+    arms["idea"], placebo = (report["idea_sweep"], report["idea"]), report.get("extensions", {}).get("placebo", {})
+    return arms | ({"placebo": (placebo["sweep"], placebo["full"])} if "sweep" in placebo else {})
 
 
-def seed_mean(probes: Sequence[dict[str, Any]], name: str) -> float | None:
-    """Return the mean over the seeds of a signature's number, as printed; None where a seed lacks it."""
-    values = [probe.get("signature", {}).get(name) for probe in probes]
-    return None if None in values else printed(float(np.mean(values)), 7)
+def derive(report: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Fill in all derived fields of a report, from its contract and measured ones; returns it.
 
-
-def mechanism_signature(config: Config, idea: Arm, length: int) -> dict[str, Any] | None:
-    """Return the report's block: the kinetic layer's, or what a user's class offers of its own; else None."""
-    if config.idea != "kinetic":
-        return own_signature(config, idea)
-    h = idea.best[1][0]
-    attenuation, shift = seed_mean(idea.probes, "attenuation"), seed_mean(idea.probes, "displacement")
-    predicted = printed(math.exp(-h * config.wave**2), 7)
-    judged = confirmation(attenuation, predicted)
-    return {
-        "prediction": PREDICTION,
-        "predicted_fourier_attenuation": predicted,
-        "observed_fourier_attenuation": attenuation,
-        "attenuation_relative_error": judged["attenuation_relative_error"],
-        "predicted_transport_displacement": printed(h * (length // 2), 7),
-        "observed_transport_displacement": shift,
-        "confirmed": judged["confirmed"],
-    }
-
-
-def own_signature(config: Config, idea: Arm) -> dict[str, Any] | None:
-    """Average the numbers of a user's `signature`; confirmed where each observed_X is within 10 % of predicted_X."""
-    names = list(dict.fromkeys(name for probe in idea.probes for name in probe.get("signature", {})))
-    if not names:
-        return None
-    block: dict[str, Any] = {name: seed_mean(idea.probes, name) for name in names}
-    pairs = [(block[n], block.get(n.replace("observed", "predicted", 1))) for n in names if n.startswith("observed")]
-    errors = [relative_error(observed, predicted) for observed, predicted in pairs]
-    confirmed = bool(errors) and all(error is not None and error <= config.tolerance for error in errors)
-    return block | {"confirmed": confirmed}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 11. Extensions
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def rollout(model: StackedModel, flat: Tensor) -> list[dict[str, Any]]:
-    """Predict in closed loop: each prediction becomes the next position, its velocity the backward difference.
-
-    Returns by run {"rollout": [...], "floor": [...]}: the RMSE over the first test trajectories at each horizon, in
-    units of the training targets' std; the floor repeats the last measured position.  Nothing on a custom track.
+    So a new report gets them, and so does a copy of one that is to be checked.
     """
-    config = model.config
-    if model.data[0].trajectories is None:
-        return [{} for _ in model.runs]
-    piece = slice(0, config.probe_sequences)
-    window, _, _ = model.batch("test", [piece] * len(model.runs))
-    order, first = model.data[0].trajectories.order, model.data[0].trajectories.window
-    history = [data.trajectories.measured[piece, -order - 1 :] for data in model.data]
-    errors = [[history[i][:, -1:] - data.trajectories.position[piece, first:]] for i, data in enumerate(model.data)]
-    for step in range(config.rollout_steps):
-        layers = model.make_layers(step) if config.track == "irregular" else model.layers
-        predicted = model(flat, window, layers=layers).double().numpy()
-        tokens = []
-        for i, data in enumerate(model.data):
-            position = predicted[i] * data.target_std + data.target_mean
-            errors[i].append(position - data.trajectories.position[piece, first + step])
-            history[i] = np.column_stack([history[i][:, -order:], position])
-            tokens.append(closed_loop_token(data, history[i], first + step, piece))
-        window = torch.cat([window[:, :, 1:], torch.stack(tokens).to(window.dtype)[:, :, None]], 2)
-    return [rollout_errors(config, data, found) for data, found in zip(model.data, errors, strict=True)]
-
-
-def closed_loop_token(data: Dataset, history: np.ndarray, sample: int, piece: slice) -> Tensor:
-    """Return the standardised token (channel, sequences) of a sample from the last positions (sequences, order + 1)."""
-    path = data.trajectories
-    recent = slice(sample - path.order, sample + 1)
-    drive = None if path.drive is None else path.drive[piece, recent]
-    token = encode(history, path.times[recent], drive, path.order)[:, 0]
-    return torch.from_numpy(((token - data.token_mean) / data.token_std).T)
-
-
-def rollout_errors(config: Config, data: Dataset, errors: list[np.ndarray]) -> dict[str, Any]:
-    """Return the RMSEs at the horizons; errors has the floor's (sequences, steps), then each step's (sequences,)."""
-    floor, steps = errors[0], errors[1:]
-
-    def rmse(error: np.ndarray) -> float | None:
-        return finite_or_none(float(np.sqrt(np.mean(np.square(error)))) / data.target_std)
-
-    return {
-        "rollout": [rmse(steps[horizon - 1]) for horizon in config.horizons],
-        "floor": [rmse(floor[:, horizon - 1]) for horizon in config.horizons],
+    extra, arms, block = report.get("extensions"), arms_of(report), report["mechanism_signature"]
+    pairs, start = Pairs(*(arms[name][1]["per_seed"] for name in ARMS[:2]), config), 0
+    for sweep, full in arms.values():
+        scores = full["per_seed"]
+        full |= {"mean": mean_of(scores), "std": std_of(scores), "n": len(scores)}
+        for row in sweep if extra else ():  # the winner's mean is that of the first of its own scores
+            if row["cfg"] == best_config(sweep):
+                row["mean"] = mean_of(scores[: extra["options"]["sweep_seeds"]])
+    if extra:
+        derive_extensions(report, pairs)
+        start = extra["options"]["seeds"][0]
+    report["baseline"]["best_cfg"] = best_config(report["baseline"]["sweep"])
+    report["baseline"]["union_lr_grid"] = list(dict.fromkeys(row["cfg"]["lr"] for row in report["baseline"]["sweep"]))
+    report["best_idea_cfg"] = best_config(report["idea_sweep"])
+    predict_mean = extra["floors"]["predict_mean"]["mean"] if extra else None
+    text = verdict(pairs, range(start, start + len(pairs.first)), predict_mean)
+    report["comparison"] = {
+        "delta_mean": pairs.delta_mean,
+        "idea_wins": pairs.wins,
+        "n_pairs": len(pairs.first),
+        "p_value": rounded(pairs.p_value),
+        "verdict": text,
+        "system_worked": text == "idea better (significant)",
     }
+    if block is not None:  # the built-in layer is judged by its attenuation, another by every observed_X that it gives
+        names, errors = [key[9:] for key in block if key.startswith("observed_")], []
+        for name in [name for name in names if name in KineticLayer.judged or "prediction" not in block]:
+            errors.append(relative_error(block[f"observed_{name}"], block.get(f"predicted_{name}")))
+            if "prediction" in block:
+                block[KineticLayer.judged[name]] = errors[-1]
+        block["confirmed"] = bool(errors) and all(error is not None and error <= config.tolerance for error in errors)
+    return report
 
 
-def rollout_block(config: Config, outcome: Outcome) -> list[dict[str, Any]] | None:
-    """Compare the models' closed loops at each horizon; None where the track has none or a run diverged everywhere."""
-    if not any("rollout" in probe for probe in outcome.baseline.probes + outcome.idea.probes):
-        return None
-    rows = []
-    for index, horizon in enumerate(config.horizons):
-        columns = {
-            name: [printed((probe.get(key) or {index: None})[index], 7) for probe in arm.probes]
-            for name, arm, key in (
-                ("floor", outcome.baseline, "floor"),
-                ("baseline", outcome.baseline, "rollout"),
-                ("idea", outcome.idea, "rollout"),
-            )
+def derive_extensions(report: Mapping[str, Any], pairs: Pairs) -> None:
+    """Fill in the derived fields of what the reference does not have."""
+    extra, arms, config = report["extensions"], arms_of(report), pairs.config
+    means, sweep_seeds = {name: full["mean"] for name, (_, full) in arms.items()}, extra["options"]["sweep_seeds"]
+    blocks = {name: extra["floors"][name] for name in FLOOR_NAMES if extra["floors"][name]}
+    for block in blocks.values():
+        block["mean"] = mean_of(block["per_seed"])
+    best = min(blocks, key=lambda name: blocks[name]["mean"])
+    extra["floors"]["best"], floor = best, mean_of(blocks["predict_mean"]["per_seed"][:sweep_seeds])
+    extra["floors"]["beaten_by"] = [n for n, mean in means.items() if mean is not None and mean < blocks[best]["mean"]]
+    extra["statistics"] = {
+        "p_exact": pairs.p_exact,
+        "p_floor": 2.0 ** (1 - len(pairs.first)),
+        "interval_95": pairs.interval,
+        "interval_coverage": pairs.coverage,
+        "effect_size_dz": pairs.effect_size,
+        "detectable_difference": pairs.detectable,
+        "share_won": None if pairs.d is None else rounded(pairs.wins / len(pairs.d)),
+        "reason_for_null": pairs.reason_for_null,
+    }
+    lost, flagged = {json.dumps([row["model"], row["cfg"]]): row["diverged_seeds"] for row in extra["flagged"]}, []
+    for name, (sweep, _) in arms.items():
+        block, winner = extra["selection"][name], best_config(sweep)
+        block["edge"] = edge(winner["lr"], [row["cfg"]["lr"] for row in sweep if row["cfg"]["h"] == winner["h"]])
+        block["configurations"] = len(sweep)
+        if name == "idea":
+            single = sorted({row["cfg"]["h"] for row in sweep if not isinstance(row["cfg"]["h"], list)})
+            block["h_edge"] = edge(winner["h"], single) if len(single) > 1 and winner["h"] in single else None
+        if name != "placebo":
+            choice = block["validation_choice"]
+            block["agrees"] = None if choice is None else choice == winner
+        for row in [row for row in sweep if row["mean"] is None or row["mean"] > floor]:
+            reason = "diverged" if row["mean"] is None else "worse than predicting the mean"
+            seeds = lost.get(json.dumps([name, row["cfg"]]), [])
+            flagged.append({"model": name, "cfg": row["cfg"], "reason": reason, "diverged_seeds": seeds})
+    extra["flagged"], curve = flagged, extra["learning_curve"]
+    for row in curve:
+        row |= {name: None if row["per_seed"][name] is None else mean_of(row["per_seed"][name]) for name in ARMS}
+        row["p_exact"] = Pairs(row["per_seed"]["baseline"], row["per_seed"]["idea"], config).p_exact
+    half = [row for row in curve if row["epoch"] <= curve[-1]["epoch"] / 2][-1:]
+    for name in ARMS:
+        told = half and None not in (curve[-1][name], half[0][name])
+        extra["still_learning"][name] = curve[-1][name] < config.learning * half[0][name] if told else None
+    for name in ARMS[:2] if "placebo" in arms else ():
+        versus = Pairs(arms[name][1]["per_seed"], arms["placebo"][1]["per_seed"], config)
+        extra["placebo"]["best_cfg"] = best_config(arms["placebo"][0])
+        extra["placebo"][f"versus_{name}"] = {
+            "delta_mean": versus.delta_mean,
+            "placebo_wins": None if versus.d is None else versus.wins,
+            "p_exact": versus.p_exact,
+            "p_value": rounded(versus.p_value),
         }
-        means = {n: None if None in column else printed(float(np.mean(column)), 7) for n, column in columns.items()}
-        p = printed(exact_p(differences(columns["baseline"], columns["idea"]), config.exact_pairs))
-        per_seed = {name: columns[name] for name in ("baseline", "idea")}
-        rows.append({"horizon": horizon, **means, "per_seed": per_seed, "p_exact": p})
-    for row, p in zip(rows, holm([row["p_exact"] for row in rows]), strict=True):
+    if extra["knockout"] is not None:
+        mean = extra["knockout"]["mean"] = mean_of(extra["knockout"]["per_seed"])
+        extra["knockout"]["ratio"] = rounded(mean / means["idea"]) if mean is not None and means["idea"] else None
+    for row in extra["rollout"] or ():
+        scores = [row["per_seed"][name] for name in ARMS[:2]]
+        row["baseline"], row["idea"] = (mean_of(own, 7) for own in scores)
+        row["p_exact"] = Pairs(*scores, config, digits=7).p_exact
+    for row, p in zip(extra["rollout"] or (), holm([row["p_exact"] for row in extra["rollout"] or ()]), strict=True):
         row["p_holm"] = p
-    return rows
-
-
-@torch.no_grad()
-def isolated_mechanism(operator: KineticOperator, config: Config) -> dict[str, Any]:
-    """Measure K alone, without gate and mixing: attenuation by mode, and displacement by token.
-
-    Waves are equal in all channels, which transport leaves alone; an impulse is read at its own token, whose channels
-    diffusion only scales.  Of several runs (an irregular clock is its seed's) the attenuation is the mean, the errors
-    the largest.  Below 3 channels a displacement cannot be told, and its fields are None.
-    """
-    length, channels, h = operator.length, operator.channels, float(operator.h[0])
-    observed = []
-    for k in range(length // 2 + 1):
-        wave, analysis = operator.wave(k), operator.analysis(k)
-        out = operator(wave[:, None, :, None].expand(-1, channels, -1, 1))[..., 0].mean(1)
-        observed.append(((out * analysis).sum(1) / (wave * analysis).sum(1)).abs().numpy())
-    found, predicted = np.array(observed), np.exp(-h * np.arange(length // 2 + 1.0) ** 2)
-    low = slice(0, 9)
-    error = np.max(np.abs(found - predicted[:, None])[low] / np.maximum(predicted, 1e-6)[low, None])
-    block = {
-        "h": h,
-        "attenuation": [printed(value, 7) for value in found.mean(1)],
-        "attenuation_max_relative_error": printed(error, 7),
-        "attenuation_confirmed": bool(error <= config.operator_tolerance),
-        "displacement": None,
-        "displacement_slope": None,
-        "displacement_max_error": None,
-        "transport_confirmed": None,
-    }
-    return block | (isolated_transport(operator, config) if channels >= 3 else {})
-
-
-def isolated_transport(operator: KineticOperator, config: Config) -> dict[str, Any]:
-    """Measure the displacement of an impulse at every token x against h x; known modulo the channels, it is read as the
-    value nearest to h x.  The slope is the least-squares line's through the origin."""
-    length, channels, h = operator.length, operator.channels, float(operator.h[0])
-    impulses = torch.zeros(len(operator.h), channels, length, length, dtype=operator.h.dtype)
-    impulses[:, 0] = torch.eye(length, dtype=operator.h.dtype)
-    out = operator(impulses).diagonal(dim1=2, dim2=3)  # (runs, channel, time)
-    moved = torch.stack([displacement(out[..., x]) for x in range(length)], 1).numpy()
-    x = np.arange(length)
-    error = (moved - h * x + channels / 2) % channels - channels / 2
-    distance = (h * x + error).mean(0)
-    slope = float(distance @ x / (x @ x))
-    worst = float(np.abs(error).max())
-    close = abs(slope - h) <= config.operator_tolerance * h + 1e-12 and worst <= config.operator_tolerance
-    return {
-        "displacement": [printed(value, 7) for value in distance],
-        "displacement_slope": printed(slope, 7),
-        "displacement_max_error": printed(worst, 7),
-        "transport_confirmed": close,
-    }
-
-
-def statistics_block(config: Config, first: Sequence[float | None], second: Sequence[float | None]) -> dict[str, Any]:
-    """Return what eight pairs can and cannot say, beyond the reference's p-value."""
-    d, n = differences(first, second), len(first)
-    spread, reason = has_spread(d), None
-    if not spread:
-        reason = "a pair diverged" if d is None else "one pair" if n == 1 else "all differences are equal"
-    finite = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
-    return {
-        "p_exact": printed(exact_p(d, config.exact_pairs)),
-        "p_floor": 2.0 ** (1 - n),
-        "interval_95": bootstrap_interval(d, config.resamples),
-        "effect_size_dz": printed(float(d.mean() / np.std(d, ddof=1))) if spread else None,
-        "detectable_difference": detectable_difference(d, config),
-        "share_won": printed(sum(b < a for a, b in finite) / n) if len(finite) == n else None,
-        "reason_for_null": reason,
-    }
-
-
-def edge(lr: float, lrs: Sequence[float]) -> str | None:
-    """Say on which edge of the grid the rate lies: lower, upper, only (one rate); None inside."""
-    if len(lrs) == 1:
-        return "only"
-    return {min(lrs): "lower", max(lrs): "upper"}.get(lr)
-
-
-def config_of(row: tuple[float, Any]) -> dict[str, Any]:
-    """Return a grid's row (lr, h) as the report prints it."""
-    return Run(0, *row).config
-
-
-def selection_block(config: Config, outcome: Outcome) -> dict[str, Any]:
-    """Say whether the best rate is on the grid's edge, and what the validation split would have chosen."""
-    block = {}
-    for name in ("baseline", "idea"):
-        arm = getattr(outcome, name)
-        sound = math.isfinite(min(arm.validation))
-        choice = best_row(arm.grid, arm.validation) if sound else None
-        block[name] = {
-            "edge": edge(arm.best[0], config.lrs),
-            "validation_choice": config_of(choice) if choice else None,
-            "agrees": choice == arm.best if choice else None,
-        }
-    return block
-
-
-def flagged_rows(outcome: Outcome) -> list[dict[str, Any]]:
-    """List the sweep's rows that diverged, or that do worse than always predicting the training mean (MSE about 1)."""
-    flagged = []
-    for name in ("baseline", "idea", "placebo"):
-        arm = getattr(outcome, name)
-        for row, mean in zip(arm.grid, arm.means, strict=True):
-            if mean > 1:
-                reason = "worse than predicting the mean" if math.isfinite(mean) else "diverged"
-                seeds = [run.seed for run in outcome.diverged if (run.lr, run.h) == row]
-                flagged.append({"model": name, "cfg": config_of(row), "reason": reason, "diverged_seeds": seeds})
-    return flagged
-
-
-def placebo_block(config: Config, outcome: Outcome) -> dict[str, Any]:
-    """Report the layer with h = 0, against baseline and idea; a delta is placebo minus the other."""
-    arm = outcome.placebo
-    block = {"best_cfg": config_of(arm.best), "sweep": sweep_rows(arm), "full": summary(arm.scores)}
-    for name in ("baseline", "idea"):
-        d = differences(getattr(outcome, name).scores, arm.scores)
-        block[f"versus_{name}"] = {
-            "delta_mean": None if d is None else printed(float(d.mean())),
-            "placebo_wins": None if d is None else int((d < 0).sum()),
-            "p_exact": printed(exact_p(d, config.exact_pairs)),
-            "p_value": printed(sign_flip_p(d, config.flips)),
-        }
-    return block | {"parameters": arm.parameters}
-
-
-def extensions(config: Config, outcome: Outcome, shape: tuple[int, int]) -> dict[str, Any]:
-    """Return all that the reference report does not have."""
-    isolated = moves = None
-    if config.idea == "kinetic":
-        seeds = config.seeds if config.track == "irregular" else config.seeds[:1]
-        layer = KineticLayer(config, [Run(seed, *outcome.idea.best) for seed in seeds], 0, shape, 0)
-        isolated = isolated_mechanism(layer.operator, config)
-        moves = isolated.pop("transport_confirmed")
-    return {
-        "options": {
-            "seeds": [config.seeds[0], config.seeds[-1] + 1],
-            "sweep_seeds": config.sweep_seeds,
-            "epochs": config.epochs,
-            "dtype": config.dtype,
-            "idea": config.idea if config.idea == "kinetic" else file_identity(*split_idea(config.idea)),
-        },
-        "statistics": statistics_block(config, outcome.baseline.scores, outcome.idea.scores),
-        "selection": selection_block(config, outcome),
-        "flagged": flagged_rows(outcome),
-        "placebo": placebo_block(config, outcome),
-        "isolated_mechanism": isolated,
-        "transport_confirmed": moves,
-        "rollout": rollout_block(config, outcome),
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 12. Report, answer and diff
-# ---------------------------------------------------------------------------------------------------------------------
-
-REPORT, OUTPUT, JOURNAL = "bench_report.json", "stage2_output.txt", ".stage2_journal.jsonl"
-
-
-def split_idea(idea: str) -> tuple[str, str]:
-    """Cut "path.py:Class" into path and class."""
-    path, _, name = idea.rpartition(":")
-    return path, name
 
 
 def file_name(path: str) -> str:
@@ -1725,41 +1868,120 @@ def file_name(path: str) -> str:
 
 def file_identity(path: str, name: str | None = None) -> dict[str, str]:
     """Return a user's file as the report names it: its name, without folders, its SHA-256, and the class if any."""
-    identity = {"file": file_name(path), "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
-    return identity if name is None else identity | {"class": name}
+    return {"file": file_name(path), "sha256": sha256(path)} | ({} if name is None else {"class": name})
 
 
-def sweep_rows(arm: Arm) -> list[dict[str, Any]]:
-    """Return an arm's sweep as the report prints it; None for a diverged mean."""
-    return [{"cfg": config_of(row), "mean": printed(mean)} for row, mean in zip(arm.grid, arm.means, strict=True)]
+def seed_means(dicts: Sequence[Mapping[str, float | None]], kind: str = "") -> dict[str, float | None]:
+    """Return the means over the seeds of a signature's numbers of a kind, as printed; None where a seed lacks one."""
+    found: dict[str, float | None] = {}
+    for name in dict.fromkeys(name for one in dicts for name in one if name.startswith(kind)):
+        values = [one.get(name) for one in dicts]
+        found[name] = None if None in values else rounded(float(np.mean(values)), 7)
+    return found
 
 
-def build_report(config: Config, outcome: Outcome, shape: tuple[int, int]) -> dict[str, Any]:
-    """Return the whole report, its keys in the reference's order; shape is the tokens' (channel, time)."""
-    baseline, idea = outcome.baseline, outcome.idea
-    name = "kinetic" if config.idea == "kinetic" else split_idea(config.idea)[1]
-    built_in = config.track in TRACKS
-    return {
+def build_report(config: Config, arms: Mapping[str, Arm], reason: str | None) -> dict[str, Any]:
+    """Return the report of a benchmark, its keys in the reference's order; reason: why there is no placebo.
+
+    What is measured is put in its place here, beside the names of derived fields, which `derive` fills in.
+    """
+    baseline, idea, placebo = arms["baseline"], arms["idea"], arms.get("placebo")
+    built_in, own_track = config.idea in LAYERS, config.track not in TRACKS
+    probes = baseline.probes
+
+    def empty(*names: str) -> dict[str, Any]:
+        return dict.fromkeys(names)
+
+    def scores(arm: Arm) -> dict[str, Any]:
+        return empty("mean", "std") | {"per_seed": arm.scores} | empty("n")
+
+    def cfg(row: Row) -> dict[str, Any]:
+        return Run(0, *row).config
+
+    def sweep(arm: Arm) -> list[dict[str, Any]]:
+        return [{"cfg": cfg(row), "mean": rounded(mean)} for row, mean in zip(arm.grid, arm.means, strict=True)]
+
+    def choice(arm: Arm) -> dict[str, Any]:
+        sound = math.isfinite(min(arm.validation))
+        return {"validation_choice": cfg(best_row(arm.grid, arm.validation)) if sound else None} | empty("agrees")
+
+    floor_scores = {name: [rounded(probe["floors"][name]) for probe in probes] for name in FLOOR_NAMES}
+    curves = {name: [record.state.curve for record in arms[name].records] if name in arms else None for name in ARMS}
+    isolated = isolated_mechanism(config, idea.best[1][0], probes[0]["shape"]) if built_in else None
+    signature = seed_means([probe["signature"] for probe in idea.probes])
+    if built_in:
+        first, *rest = signature.items()
+        attenuation, *rest = rest
+        judged = [("prediction", KineticLayer.prediction), first, attenuation, ("attenuation_relative_error", None)]
+        signature = dict([*judged, *rest])
+    loop = []
+    for i, horizon in enumerate(config.horizons if "rollout" in probes[0] else ()):
+        of = {key: [rounded(probe[key][i], 7) for probe in probes] for key in ("floor", "predict_mean", "rollout")}
+        own = {"baseline": of["rollout"], "idea": [rounded(probe["rollout"][i], 7) for probe in idea.probes]}
+        row = {"horizon": horizon, "floor": mean_of(of["floor"], 7), "predict_mean": mean_of(of["predict_mean"], 7)}
+        loop.append(row | empty("baseline", "idea") | {"per_seed": own} | empty("p_exact", "p_holm"))
+    extensions = {
+        "options": {
+            "seeds": [config.seeds[0], config.seeds[-1] + 1],
+            **{
+                name: getattr(config, name)
+                for name in ("sweep_seeds", "epochs", "hidden", "batch", "dtype", "lr_search")
+            },
+            "idea": config.idea if built_in else file_identity(*split_idea(config.idea)),
+        },
+        "data": {
+            **probes[0]["sequences"],
+            "distinct_test_sets": len({probe["test_digest"] for probe in probes}),
+            "test_in_train": rounded(max(probe["test_in_train"] for probe in probes)),
+        },
+        "floors": {n: None if None in own else empty("mean") | {"per_seed": own} for n, own in floor_scores.items()}
+        | empty("best", "beaten_by"),
+        "statistics": None,
+        "selection": {
+            "baseline": empty("edge", "configurations") | choice(baseline),
+            "idea": empty("edge", "h_edge", "configurations") | choice(idea),
+            "placebo": placebo and empty("edge", "configurations"),
+        },
+        "flagged": [
+            {"model": name, "cfg": cfg(row), "diverged_seeds": list(seeds)}
+            for name, arm in arms.items()
+            for row, seeds in zip(arm.grid, arm.lost, strict=True)
+        ],
+        "learning_curve": [
+            {"epoch": epoch, **empty(*ARMS)}
+            | {"per_seed": {n: own and [rounded(curve[epoch]) for curve in own] for n, own in curves.items()}}
+            for epoch in config.checkpoints
+        ],
+        "still_learning": empty(*ARMS),
+        "placebo": {"reason": reason}
+        if placebo is None
+        else {"best_cfg": None, "sweep": sweep(placebo), "full": scores(placebo)}
+        | empty("versus_baseline", "versus_idea")
+        | {"parameters": placebo.records[0].parameters},
+        "knockout": placebo
+        and {"mean": None, "per_seed": [rounded(probe["knockout"]) for probe in idea.probes], "ratio": None},
+        "isolated_mechanism": isolated,
+        "transport_confirmed": isolated and isolated.pop("transport_confirmed"),
+        "mechanism_untrained": seed_means([probe["untrained"] for probe in idea.probes], "observed_") or None,
+        "rollout": loop or None,
+    }
+    report = {
         "bench_version": 1,
-        "track": config.track if built_in else file_name(config.track).removesuffix(".py"),
-        "model": f"rnn_small_{name}_vs_raw",
+        "track": file_name(config.track).removesuffix(".py") if own_track else config.track,
+        "model": f"rnn_small_{config.idea if built_in else split_idea(config.idea)[1]}_vs_raw",
         "metric_direction": "lower is better",
         "n_seeds": len(config.seeds),
-        "baseline": {
-            "best_cfg": config_of(baseline.best),
-            "sweep": sweep_rows(baseline),
-            "full": summary(baseline.scores),
-            "union_lr_grid": list(config.lrs),
-        },
-        "idea": summary(idea.scores),
-        "comparison": comparison(baseline.scores, idea.scores, config.seeds),
-        "mechanism_signature": mechanism_signature(config, idea, shape[1]),
-        "idea_sweep": sweep_rows(idea),
-        "best_idea_cfg": config_of(idea.best),
-        "parameter_parity": {"baseline": baseline.parameters, "idea": idea.parameters},
-        "custom_track": None if built_in else file_identity(config.track),
-        "extensions": extensions(config, outcome, shape),
+        "baseline": {"best_cfg": None, "sweep": sweep(baseline), "full": scores(baseline), "union_lr_grid": None},
+        "idea": scores(idea),
+        "comparison": None,
+        "mechanism_signature": signature or None,
+        "idea_sweep": sweep(idea),
+        "best_idea_cfg": None,
+        "parameter_parity": {name: arms[name].records[0].parameters for name in ARMS[:2]},
+        "custom_track": file_identity(config.track) if own_track else None,
+        "extensions": extensions,
     }
+    return derive(report, config)
 
 
 def to_json(document: Any) -> str:
@@ -1767,113 +1989,203 @@ def to_json(document: Any) -> str:
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 
-def write_files(folder: Path, texts: dict[str, str]) -> None:
+def write_files(folder: Path, texts: Mapping[str, str]) -> None:
     """Write all files or none: each whole beside its place first, then all renamed.  Raises RunError on failure."""
-    parts = {name: folder / f".{name}.part" for name in texts}
     try:
-        for name, text in texts.items():
-            with open(parts[name], "w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-        for name, part in parts.items():
-            os.replace(part, folder / name)
+        with contextlib.ExitStack() as stack:
+            for name, text in texts.items():
+                stack.enter_context(new_file(folder / name)).write(text.encode())
     except OSError as error:
-        raise RunError(
-            f"cannot write {', '.join(texts)} in {folder}: {error.strerror}; older files are whole"
-        ) from None
-    finally:
-        for part in parts.values():
-            part.unlink(missing_ok=True)
+        what = f"cannot write {', '.join(texts)} in {folder}"
+        raise RunError(f"{what}: {error.strerror}; older files are whole") from None
 
 
-class Journal:
-    """Finished runs on disk, a checksummed line each, under a key of everything that their numbers depend on."""
+@dataclass(frozen=True)
+class Side:
+    """A report to be compared: its leaves, and those of the same report rebuilt from its own scores."""
 
-    def __init__(self, config: Config, folder: Path, resume: bool) -> None:
-        self.path, self.config, self.skipped = folder / JOURNAL, config, 0
-        self.known: dict[str, Record] = {}
-        fixed = {
-            field.name: getattr(config, field.name)
-            for field in dataclasses.fields(config)
-            if field.name not in ("seeds", "sweep_seeds", "lrs", "hs", "track", "idea")
-        }
-        versions = [module.__version__ for module in (torch, np, scipy)]
-        sources = [__file__] + ([] if config.track in TRACKS else [config.track])
-        sources += [] if config.idea == "kinetic" else [split_idea(config.idea)[0]]
-        digests = [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in sources]
-        self.base = json.dumps([fixed, versions, digests, Path(config.track).name, Path(config.idea).name])
-        self.data: dict[int, str] = {}
-        if resume:
-            self._load()
-        self._start_afresh = not resume
+    report: dict[str, Any]
+    leaves: dict[str, Any]
+    rebuilt: dict[str, Any]
+    twice: list[str]
 
-    def key(self, run: Run) -> str:
-        """Return the run's key; on a custom track it covers the data themselves, wherever the file reads them."""
-        if self.config.track not in TRACKS and run.seed not in self.data:
-            digest, data = hashlib.sha256(), build_dataset(self.config, run.seed)
-            for split in data.tokens:
-                digest.update(data.tokens[split].numpy().tobytes() + data.targets[split].numpy().tobytes())
-            self.data[run.seed] = digest.hexdigest()
-        text = json.dumps([self.base, self.data.get(run.seed), run.seed, run.config])
-        return hashlib.sha256(text.encode()).hexdigest()
+    @classmethod
+    def load(cls, path: Path, config: Config) -> Side:
+        """Read a report and rebuild it.  Raises UsageError with one line on what is wrong."""
+        twice: list[str] = []
 
-    def _load(self) -> None:
-        """Read the journal, later lines over earlier ones; count the lines that are torn or corrupt."""
+        def unique(items: list[tuple[str, Any]]) -> dict[str, Any]:
+            keys = [key for key, _ in items]
+            twice.extend(key for key in dict.fromkeys(keys) if keys.count(key) > 1)
+            return dict(items)
+
+        def finite(token: str) -> float:
+            if not math.isfinite(float(token)):
+                raise ValueError(f"holds {token[:24]}, which is not a JSON number of this format")
+            return float(token)
+
+        where = f"argument --diff: {show(str(path))}"
         try:
-            lines = self.path.read_bytes().splitlines()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise UsageError(f"argument --resume: cannot read {self.path}: {error.strerror}") from None
-        for line in filter(None, lines):
-            try:
-                check, body = line.split(b" ", 1)
-                if int(check, 16) != zlib.crc32(body):
-                    raise ValueError("checksum")
-                entry = json.loads(body)
-                weights = np.frombuffer(base64.b64decode(entry["weights"]), dtype=self.config.dtype)
-                self.known[entry["key"]] = Record(entry["score"], entry["validation"], weights, entry["probe"])
-            except (ValueError, KeyError, TypeError):
-                self.skipped += 1
-
-    def recall(self, run: Run) -> Record | None:
-        """Return the record of an earlier start, if there is one."""
-        return self.known.get(self.key(run)) if self.known else None
-
-    def append(self, found: dict[Run, Record]) -> None:
-        """Write new records, in one piece and to the disk.  Raises RunError where that fails."""
-        lines = b""
-        for run, record in found.items():
-            entry = dataclasses.asdict(record) | {"key": self.key(run), "run": str(run)}
-            entry["weights"] = base64.b64encode(record.weights.tobytes()).decode()
-            body = json.dumps(entry, allow_nan=False).encode()
-            lines += b"%08x %s\n" % (zlib.crc32(body), body)
+            text = read_file("--diff", path).decode("utf-8")
+            report = json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=unique)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{where}: not a JSON report: {show(' '.join(str(error).split()))[:200]}") from None
+        version = report.get("bench_version") if isinstance(report, dict) else None
+        if version != 1 or isinstance(version, bool):
+            raise UsageError(f"{where}: bench_version is {show(version)[:40]}, not 1")
         try:
-            if self._start_afresh:
-                self.path.unlink(missing_ok=True)
-            with open(self.path, "ab+") as file:
-                if file.tell() and not self._ends_whole(file):
-                    lines = b"\n" + lines
-                file.write(lines)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise RunError(f"cannot write {self.path}: {error.strerror}; earlier results are whole") from None
-        self._start_afresh = False
+            return cls(report, flatten(report, report), flatten(derive(copy.deepcopy(report), config), report), twice)
+        except Exception as error:  # any JSON may come here: whatever does not fit the formulas is no report
+            raise UsageError(f"{where}: malformed, or lacks a key ({show(one_line(error))[:120]})") from None
 
-    @staticmethod
-    def _ends_whole(file: Any) -> bool:
-        """Say whether the last line is complete: a kill may have torn it."""
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
+    def unfounded(self, path: str) -> bool:
+        """Say whether a leaf is not what the report's own scores give."""
+        return not same(self.leaves.get(path, self), self.rebuilt.get(path, self))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Say whether two leaves are the same; true is not 1."""
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
+
+
+def flatten(value: Any, report: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return {path: leaf} of a report: a sweep's rows named by configuration, scores by seed, other lists by number."""
+    if isinstance(value, dict) and value:
+        items = [(f".{key}" if path else key, item) for key, item in value.items()]
+    elif isinstance(value, list) and value:
+        names: Iterable[Any] = range(len(value))
+        if path.endswith("sweep"):
+            names = [json.dumps(row["cfg"]) for row in value]
+        elif "per_seed" in path:
+            first = report["extensions"]["options"]["seeds"][0] if "extensions" in report else 0
+            names = [f"seed {first + i}" for i in names]
+        items = [(f"[{name}]", item) for name, item in zip(names, value, strict=True)]
+    else:
+        return {path: value}
+    return {name: leaf for key, item in items for name, leaf in flatten(item, report, path + key).items()}
+
+
+def is_number(value: Any) -> bool:
+    """Say whether a JSON value is a number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def field_status(path: str, theirs: Side, ours: Side, rtol: float) -> str:
+    """Return how a field compares; a status that starts with DIFFERS is a difference.
+
+    A key that one side lacks is a difference, unless the whole extensions are missing there.  What one alone has of
+    seeds and of learning rates that the other did not run is not compared.
+    """
+    sides = {"theirs": theirs, "ours": ours}
+    wrong = [name for name, side in sides.items() if side.unfounded(path)]
+    if wrong:
+        return f"DIFFERS: {' and '.join(wrong)} not from own scores"
+    for name, side in sides.items():
+        if path not in side.leaves:
+            seed, row = re.search(r"\[seed (\d+)\]$", path), re.search(r"sweep\[({.*?})\]", path)
+            missing = "extensions" not in side.report and path.startswith("extensions")
+            missing = missing or (seed and f"idea.per_seed{seed[0]}" not in side.leaves)
+            missing = missing or (row and json.loads(row[1])["lr"] not in side.report["baseline"]["union_lr_grid"])
+            return "not compared" if missing else f"DIFFERS: {name} lacks it"
+    a, b, names = theirs.leaves[path], ours.leaves[path], set(re.split(r"[.\[]", path))
+    if same(a, b):
+        return "same"
+    if names & CONTRACT or any(name.startswith("predicted_") for name in names):
+        return "DIFFERS"
+    if names & MEASURED or path.endswith(".predict_mean") or any(name.startswith("observed_") for name in names):
+        close = is_number(a) and is_number(b) and abs(b - a) <= rtol * max(abs(a), abs(b))
+        return "within rtol" if close else "DIFFERS"
+    return "derived"
+
+
+def compare_reports(theirs: Side, ours: Side, rtol: float) -> list[tuple[str, Any, Any, str]]:
+    """Return (path, theirs, ours, status) for every field of either report, and what is wrong with their form."""
+    rows = []
+    for path in dict.fromkeys([*theirs.leaves, *ours.leaves, *theirs.rebuilt, *ours.rebuilt]):
+        values = (side.leaves.get(path, "-") for side in (theirs, ours))
+        rows.append((path, *values, field_status(path, theirs, ours, rtol)))
+    if [path for path in theirs.leaves if path in ours.leaves] != [
+        path for path in ours.leaves if path in theirs.leaves
+    ]:
+        rows.append(("(order of keys)", "-", "-", "DIFFERS"))
+    for name, side in (("theirs", theirs), ("ours", ours)):
+        rows += [(f"(key {key!r} of {name})", "-", "-", "DIFFERS: stands twice") for key in side.twice]
+    return rows
+
+
+CONCLUSIONS = {
+    "verdict": "comparison.verdict",
+    "best configuration, baseline": "baseline.best_cfg",
+    "best configuration, idea": "best_idea_cfg",
+    "best configuration, placebo": "extensions.placebo.best_cfg",
+    "mechanism confirmed": "mechanism_signature.confirmed",
+    "parameters": "parameter_parity",
+}
+
+
+def conclusions(theirs: Side, ours: Side) -> list[tuple[str, str, str, str]]:
+    """Return (conclusion, theirs, ours, status) of what the reports conclude, each rebuilt from its own scores."""
+    rows = []
+    for name, path in CONCLUSIONS.items():
+        texts, wrong = [], False
+        for side in (theirs, ours):
+            keys = [key for key in side.rebuilt | side.leaves if re.match(re.escape(path) + r"($|[.\[])", key)]
+            parts = [f"{key[len(path) + 1 :]} {show(side.rebuilt.get(key))}".strip() for key in keys]
+            texts.append(", ".join(parts) or "-")
+            wrong = wrong or any(map(side.unfounded, keys))
+        status = "DIFFERS: not from own scores" if wrong else "same" if texts[0] == texts[1] else "DIFFERS"
+        rows.append((name, *texts, "not compared" if "-" in texts and "placebo" in name else status))
+    return rows
+
+
+def mean_rows(theirs: Side, ours: Side) -> list[tuple[str, str, str, str]]:
+    """Return the arms' means and deviations on both sides, their ratio and how many standard errors apart they are."""
+    rows = []
+    for name, path in (("baseline", "baseline.full"), ("idea", "idea")):
+        found = [[side.rebuilt[f"{path}.{key}"] for key in ("mean", "std", "n")] for side in (theirs, ours)]
+        texts, apart = ["diverged" if mean is None else f"{mean:.4g} +- {std:.4g}" for mean, std, _ in found], []
+        if "diverged" not in texts and found[0][0]:
+            apart.append(f"ratio {found[1][0] / found[0][0]:.4g}")
+        if "diverged" not in texts and min(n for *_, n in found) > 1:
+            error = math.hypot(*(std / math.sqrt(n - 1) for _, std, n in found))
+            apart += [f"{abs(found[1][0] - found[0][0]) / error:.1f} standard errors apart"] if error else []
+        rows.append((f"{name}, mean +- std", *texts, ", ".join(apart)))
+    return rows
+
+
+def diff_lines(theirs: Side, ours: Side, rows: Sequence[tuple[str, Any, Any, str]], everything: bool) -> list[str]:
+    """Return the comparison: conclusions, then the fields that differ (or all), last a count."""
+    lines = [*table([("conclusion", "theirs", "ours", ""), *conclusions(theirs, ours), *mean_rows(theirs, ours)]), ""]
+    cells = [("path", "theirs", "ours", "relative difference", "status")]
+    for path, a, b, status in rows:
+        if everything or status.startswith("DIFFERS"):
+            relative = f"{(b - a) / abs(a):+.3e}" if is_number(a) and is_number(b) and a else ""
+            shown = [text if len(text) <= 34 else text[:31] + "..." for text in map(show, (a, b))]
+            cells.append((show(path), *shown, relative, status))
+    kinds = (("same",) * 2, ("within rtol",) * 2, ("derived",) * 2, ("DIFFERS", "differing"), ("not compared",) * 2)
+    counts = [f"{sum(row[3].startswith(kind) for row in rows)} {name}" for kind, name in kinds]
+    return [*lines, *([*table(cells), ""] if len(cells) > 1 else []), f"{len(rows)} fields: {', '.join(counts)}"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 12. Log and figure
+# ---------------------------------------------------------------------------------------------------------------------
+
+FLOOR_NAMES = {
+    "predict_mean": "predicting the training mean",
+    "repeat_last": "repeating the last value",
+    "linear": "a linear least-squares fit of the tokens",
+}
 
 
 def show(value: Any) -> str:
-    """Show a report's value in a table: numbers in full, None as null."""
-    if isinstance(value, str):
-        return value.encode("ascii", "backslashreplace").decode()
-    return json.dumps(value)
+    """Show a report's value in ASCII: numbers in full, None as null."""
+    return value.encode("ascii", "backslashreplace").decode() if isinstance(value, str) else json.dumps(value)
+
+
+def brief(value: float | None) -> str:
+    """Show a measured number to a person: four significant digits, or n/a."""
+    return "n/a" if value is None else f"{value:.4g}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -1882,14 +2194,13 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     lines = []
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        cells[0] = row[0].ljust(widths[0])
-        lines.append("  ".join([*cells[:-1], row[-1]]).rstrip())
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:-1], row[-1]]).rstrip())
     return lines
 
 
-def chart(differences_by_seed: Sequence[float | None], width: int = 12) -> list[str]:
+def chart(differences: Sequence[float | None], width: int = 12) -> list[str]:
     """Draw each difference as a bar from the middle: '<' to the left is better, '>' to the right worse."""
-    largest = max((abs(d) for d in differences_by_seed if d is not None), default=0.0) or 1.0
+    largest = max((abs(d) for d in differences if d is not None), default=0.0) or 1.0
 
     def bar(d: float | None) -> str:
         if d is None:
@@ -1897,148 +2208,240 @@ def chart(differences_by_seed: Sequence[float | None], width: int = 12) -> list[
         size = math.ceil(abs(d) / largest * width)
         return f"{'<' * size:>{width}}|" if d < 0 else f"{'|':>{width + 1}}{'>' * size}"
 
-    return [bar(d) for d in differences_by_seed]
+    return [bar(d) for d in differences]
 
 
-def sweep_lines(report: dict[str, Any]) -> list[str]:
-    """Return the sweep table: every row of the three arms, with what is to be said of it."""
-    extra = report["extensions"]
-    arms = (
-        ("baseline", report["baseline"]["sweep"], report["baseline"]["best_cfg"]),
-        ("idea", report["idea_sweep"], report["best_idea_cfg"]),
-        ("placebo", extra["placebo"]["sweep"], extra["placebo"]["best_cfg"]),
-    )
-    flags = {json.dumps([f["model"], f["cfg"]]): f["reason"] for f in extra["flagged"]}
-    rows = [("model", "lr", "h", "mean test MSE", "")]
-    for name, sweep, best in arms:
-        for row in sweep:
-            notes = [flags.get(json.dumps([name, row["cfg"]])), "best" if row["cfg"] == best else None]
-            side = extra["selection"].get(name, {}).get("edge")
-            if row["cfg"] == best and side in ("lower", "upper"):
-                notes.append(f"on the {side} edge of the grid: extend it with --lrs")
-            cfg = row["cfg"]
-            rows.append((name, show(cfg["lr"]), show(cfg["h"]), number(row["mean"]), ", ".join(filter(None, notes))))
-    return table(rows)
+def and_list(words: Sequence[str]) -> str:
+    """Join words by commas and a last "and"."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def number(value: float | None, digits: int = 10) -> str:
-    """Show a measured number with its printed digits, or n/a."""
-    return "n/a" if value is None else f"{value:.{digits}f}"
+def p_of(block: Mapping[str, Any], config: Config) -> float:
+    """Return the p for sentences: exact, or above 40 pairs (hits + 1) / (flips + 1), which is never 0."""
+    sampled = (block["p_value"] * config.flips + 1) / (config.flips + 1)
+    return sampled if block["p_exact"] is None else block["p_exact"]
 
 
-def pair_lines(report: dict[str, Any], seeds: Sequence[int]) -> list[str]:
-    """Return a line a seed: both scores, their difference, and a bar."""
-    first, second = report["baseline"]["full"]["per_seed"], report["idea"]["per_seed"]
-    deltas = [None if None in (a, b) else b - a for a, b in zip(first, second, strict=True)]
-    rows = [("seed", "baseline", "idea", "idea - baseline", "  better | worse")]
-    for seed, a, b, d, bar in zip(seeds, first, second, deltas, chart(deltas), strict=True):
-        rows.append((str(seed), number(a), number(b), "n/a" if d is None else f"{d:+.10f}", bar))
-    return table(rows)
+def caveats(report: Mapping[str, Any], config: Config) -> list[tuple[str, str]]:
+    """Return what the verdict hangs on, (in a word, in a sentence), only where it applies, in the order of weight."""
+    extra, block, n, found = report["extensions"], report["comparison"], report["n_seeds"], []
+    means, chosen = [report["baseline"]["full"]["mean"], report["idea"]["mean"]], extra["selection"]
+
+    def say(applies: Any, tag: str, sentence: str) -> None:
+        if applies:
+            found.append((tag, sentence))
+
+    worse = []
+    for name, text in FLOOR_NAMES.items():
+        floor = (extra["floors"][name] or {}).get("mean")
+        if None not in (floor, *means) and min(means) > floor:
+            worse.append(f"{text} ({brief(floor)}{f', {brief(min(means) / floor)} times' if floor else ''})")
+    tag = f"both worse than {FLOOR_NAMES[extra['floors']['best']]}"
+    say(worse, tag, f"Both models are worse than {and_list(worse or [''])}.")
+    learning, rows = [name for name in ARMS[:2] if extra["still_learning"][name]], extra["learning_curve"]
+    half = [row for row in rows if row["epoch"] <= rows[-1]["epoch"] / 2][-1:]
+    shares = [f"the {name}'s error fell to {rows[-1][name] / half[0][name]:.2f}" for name in learning if half[0][name]]
+    epochs = f"from epoch {half[0]['epoch']} to {rows[-1]['epoch']}" if half else ""
+    text = f"Still learning: {epochs} {and_list(shares or [''])} of what it was; more epochs may say otherwise."
+    say(learning, f"{and_list(learning or [''])} still learning", text)
+    for side in ("lower", "upper"):
+        at = [f"the {name}'s" for name in ARMS[:2] if chosen[name]["edge"] == side]
+        text = f"The best rate is at the grid's {side} edge ({and_list(at or [''])}): --lrs auto extends it."
+        say(at, f"best rate at the {side} edge", text)
+    text = "Only one learning rate was tried: --lrs takes more, or auto."
+    say("only" in (chosen["baseline"]["edge"], chosen["idea"]["edge"]), "one learning rate", text)
+    side, sets, overlap = chosen["idea"]["h_edge"], extra["data"]["distinct_test_sets"], extra["data"]["test_in_train"]
+    say(side, f"best h at the {side} edge", f"The best step h is at the {side} edge of those tried.")
+    tag = "one test set for all seeds" if sets == 1 else f"only {sets} different test sets for {n} seeds"
+    say(sets < n, tag, f"There is {tag}: p then speaks of initialisation and batch order, not of new data.")
+    text = f"Train and test overlap: {100 * overlap:.3g} % of the test sequences are trained on."
+    say(overlap, "train and test overlap", text)
+    exact, sampled = extra["statistics"]["p_exact"], block["p_value"]
+    split = None not in (exact, sampled) and (exact < config.significance) != (sampled < config.significance)
+    text = f"Exact and sampled p disagree about {config.significance}: {brief(exact)} and {brief(sampled)}."
+    say(split, "exact and sampled p disagree", text)
+    verdict_sign = {"idea better (significant)": -1, "idea worse (significant)": 1}.get(block["verdict"], 0)
+    for row in (extra["rollout"] or ()) if "not judged" not in block["verdict"] else ():
+        sign = 0 if row["p_holm"] is None or row["p_holm"] >= config.significance else row["idea"] - row["baseline"]
+        rmse = f"RMSE {brief(row['idea'])} against {brief(row['baseline'])}, Holm p = {brief(row['p_holm'])}"
+        text = f"at horizon {row['horizon']} the idea is {'worse' if sign > 0 else 'better'} ({rmse})."
+        tag = f"closed loop says otherwise at {row['horizon']}"
+        say(sign and sign * verdict_sign <= 0, tag, f"The closed loop says otherwise: {text}")
+    ours, theirs = chosen["idea"]["configurations"], chosen["baseline"]["configurations"]
+    text = f"The idea's best is chosen from {ours} configurations, the baseline's from {theirs}."
+    say(ours != theirs, "unequal numbers of configurations", text)
+    first, second = (report["parameter_parity"][name] for name in ARMS[:2])
+    more = f"{100 * abs(second / first - 1):.3g} % {'more' if second > first else 'fewer'} parameters"
+    text = f"The idea has {more} than the baseline ({second} and {first})."
+    say(abs(second - first) > config.parity * first, more, text)
+    return found
 
 
-def mechanism_lines(report: dict[str, Any]) -> list[str]:
-    """Return the mechanism table, and what the operator does alone."""
-    block, alone = report["mechanism_signature"], report["extensions"]["isolated_mechanism"]
-    if block is None:
-        return ["the idea offers no signature"]
-    if "prediction" not in block:
-        return [f"{name}: {show(value)}" for name, value in block.items()]
-    rows = [("", "predicted", "observed", "relative error", "")]
-    for title, name, note in (
-        ("Fourier attenuation, k = 3", "fourier_attenuation", f"{'' if block['confirmed'] else 'not '}confirmed"),
-        ("transport displacement", "transport_displacement", "not judged: gate and mixing confound it"),
-    ):
-        pair = block[f"observed_{name}"], block[f"predicted_{name}"]
-        rows.append((title, number(pair[1], 7), number(pair[0], 7), number(relative_error(*pair), 7), note))
-    moves = {True: "confirmed", False: "not confirmed", None: "not measurable"}
-    return [
-        *table(rows),
-        f"operator alone: attenuation error at most {number(alone['attenuation_max_relative_error'], 7)} (k <= 8), "
-        f"slope of the displacement {number(alone['displacement_slope'], 7)} for h = {show(alone['h'])}, "
-        f"transport {moves[report['extensions']['transport_confirmed']]}",
-    ]
-
-
-def rollout_lines(report: dict[str, Any]) -> list[str]:
-    """Return the table of the closed loops."""
-    rows = [("horizon", "repeat last", "baseline", "idea", "exact p", "Holm p")]
-    for row in report["extensions"]["rollout"] or ():
-        values = [number(row[name], 7) for name in ("floor", "baseline", "idea", "p_exact", "p_holm")]
-        rows.append((str(row["horizon"]), *values))
-    return table(rows) if len(rows) > 1 else ["not on a track without built-in physics"]
-
-
-def placebo_sentence(report: dict[str, Any]) -> str:
+def placebo_sentence(report: Mapping[str, Any], config: Config) -> str:
     """Say what the placebo shows: whether the operator, or gate and mixing alone, made the difference."""
-    block, idea = report["extensions"]["placebo"], report["idea"]["mean"]
-    if None in (block["full"]["mean"], idea):
+    block = report["extensions"]["placebo"]
+    if "reason" in block or report["comparison"]["verdict"].startswith("not judged: both"):
+        return ""
+    if None in (block["full"]["mean"], report["idea"]["mean"], report["baseline"]["full"]["mean"]):
         return "The placebo cannot be judged, as a run diverged."
-    against = {}
+    found = []
     for name in ("baseline", "idea"):
         versus = block[f"versus_{name}"]
-        p = versus["p_value"] if versus["p_exact"] is None else versus["p_exact"]
-        word = "better than" if versus["delta_mean"] < 0 else "worse than"
-        against[name] = f"{word if p < Config.significance else 'no different from'} the {name} (p = {p:.3g})"
-    what = "the kinetic operator" if report["extensions"]["options"]["idea"] == "kinetic" else "the step h"
+        p, word = p_of(versus, config), "better than" if versus["delta_mean"] < 0 else "worse than"
+        found.append(f"{word if p < config.significance else 'no different from'} the {name} (p = {brief(p)})")
+    what = "the kinetic operator" if isinstance(report["extensions"]["options"]["idea"], str) else "the step h"
     cause = f"{what} itself makes a difference"
-    if "no different" in against["idea"]:
+    if found[1].startswith("no different"):
         cause = f"no sign that {what}, rather than the parameters around it, matters"
-    found = f"{against['baseline']} and {against['idea']}"
-    return f"The placebo (h = 0, mean {block['full']['mean']:.3g}) is {found}: {cause}."
+    return f"The placebo (h = 0, mean {brief(block['full']['mean'])}) is {' and '.join(found)}: {cause}."
 
 
-def verdict_sentence(report: dict[str, Any]) -> str:
-    """Return the verdict in words, from the report's numbers alone."""
-    block = report["comparison"]
-    if block["p_value"] is None:
-        return f"On track {show(report['track'])} the comparison is {block['verdict']}. {placebo_sentence(report)}"
-    first, second = report["baseline"]["full"]["mean"], report["idea"]["mean"]
-    times = f" ({second / first:.2f} times)" if first else ""
-    return (
-        f"On track {show(report['track'])}: {block['verdict']}. The idea's mean test MSE is {second:.4g}, the "
-        f"baseline's {first:.4g}{times}, with {block['idea_wins']} of {block['n_pairs']} pairs won and "
-        f"p = {block['p_value']:.4g}. {placebo_sentence(report)}"
-    )
-
-
-def limitations(report: dict[str, Any]) -> list[str]:
-    """Return the limits of this run, from its own numbers and options."""
-    extra, n = report["extensions"], report["n_seeds"]
-    sentences = [f"One track ({show(report['track'])}), one architecture, {extra['options']['epochs']} epochs."]
-    floor = extra["statistics"]["p_floor"]
-    if floor >= Config.significance:
-        sentences.append(f"{n} pairs cannot reach p < {Config.significance}: the smallest possible p is {floor:.4g}.")
+def verdict_sentence(report: Mapping[str, Any], config: Config) -> str:
+    """Return the verdict in words, from the report's numbers alone, and what it hangs on."""
+    block, first, second = report["comparison"], report["baseline"]["full"]["mean"], report["idea"]["mean"]
+    means = f"the idea's mean test MSE is {brief(second)}, the baseline's {brief(first)}"
+    if block["verdict"].startswith("not judged"):
+        floor = brief(report["extensions"]["floors"]["predict_mean"]["mean"])
+        head = f"{block['verdict']} ({means}; predicting the mean has {floor})."
     else:
-        sentences.append(f"{n} pairs: no exact p below {floor:.4g} is possible.")
-    if extra["statistics"]["detectable_difference"] is not None:
-        least = extra["statistics"]["detectable_difference"]
-        sentences.append(f"A mean difference smaller than {least:.3g} would be found in less than 80 % of repetitions.")
-    for name, chosen in extra["selection"].items():
-        if chosen["edge"]:
-            sentences.append(
-                f"The {name}'s best rate is on the grid's edge ({chosen['edge']}); --lrs extends the grid."
-            )
-        if chosen["agrees"] is False:
+        times, won = f" ({brief(second / first)} times)" if first else "", f"{block['idea_wins']} of {block['n_pairs']}"
+        p = p_of(block | report["extensions"]["statistics"], config)
+        head = f"{block['verdict']}: {means}{times}, {won} pairs won, p = {brief(p)}."
+    sentences = [head, placebo_sentence(report, config), *(sentence for _, sentence in caveats(report, config))]
+    return f"On track {show(report['track'])}: {' '.join(filter(None, sentences))}"
+
+
+def limitations(report: Mapping[str, Any], config: Config) -> list[str]:
+    """Return the limits of this run, from its own numbers and options."""
+    extra, n, block = report["extensions"], report["n_seeds"], report["mechanism_signature"]
+    floor, least = extra["statistics"]["p_floor"], extra["statistics"]["detectable_difference"]
+    gru = f"one architecture (a GRU of {extra['options']['hidden']} units)"
+    sentences = [f"One track ({show(report['track'])}), {gru}, {extra['options']['epochs']} epochs."]
+    sentences += [sentence for _, sentence in caveats(report, config)]
+    limit = f"{n} pairs: no exact p below {brief(floor)} is possible."
+    if floor >= config.significance:
+        limit = f"{n} pairs cannot reach p < {config.significance}: the smallest possible p is {brief(floor)}."
+    sentences.append(limit)
+    if least is not None:
+        share = f"less than {100 * config.power:.0f} % of repetitions"
+        sentences.append(f"A mean difference smaller than {brief(least)} would be found in {share}.")
+    for name in ("baseline", "idea"):
+        if extra["selection"][name]["agrees"] is False:
             sentences.append(f"The validation split would have chosen another configuration for the {name}.")
     sentences.append("The best configuration is chosen by the test MSE of the sweep's seeds, as in the reference.")
-    block = report["mechanism_signature"]
     if block is None:
         sentences.append("The idea offers no mechanism signature.")
     elif "prediction" in block:
-        sentences.append("The transport displacement of the whole layer is confounded by gate and mixing.")
+        before = brief(extra["mechanism_untrained"]["observed_fourier_attenuation"])
+        sentences += [
+            f"The attenuation is {brief(block['observed_fourier_attenuation'])} after and {before} before training: it "
+            "says that the operator is built as predicted, not that training uses it (the knockout does).",
+            "The transport displacement of the whole layer is confounded by gate and mixing.",
+        ]
     return sentences
 
 
-def build_answer(report: dict[str, Any], options: str) -> dict[str, Any]:
-    """Return the stage-2 answer, its keys in the specified order."""
-    block = report["comparison"]
+def sweep_lines(report: Mapping[str, Any], config: Config) -> list[str]:
+    """Return the sweep table: every row of the arms, with what is to be said of it, and how the grid grew."""
+    flags = {json.dumps([f["model"], f["cfg"]]): f["reason"] for f in report["extensions"]["flagged"]}
+    rows = [("model", "lr", "h", "mean test MSE", "")]
+    for name, (sweep, _) in arms_of(report).items():
+        best, side = best_config(sweep), report["extensions"]["selection"][name]["edge"]
+        for row in sweep:
+            notes, cfg = [flags.get(json.dumps([name, row["cfg"]]))], row["cfg"]
+            if cfg == best:
+                notes += ["best", f"at the {side} edge of the grid" if side in ("lower", "upper") else None]
+            rows.append((name, show(cfg["lr"]), show(cfg["h"]), brief(row["mean"]), ", ".join(filter(None, notes))))
+    if report["extensions"]["options"]["lr_search"] != "auto":
+        return table(rows)
+    added = [repr(lr) for lr in report["baseline"]["union_lr_grid"] if lr not in config.lrs]
+    grown = f"grew by {', '.join(added)}" if added else "needed no more"
+    return [*table(rows), f"--lrs auto: from {', '.join(map(repr, config.lrs))} the grid {grown}"]
+
+
+def pair_lines(report: Mapping[str, Any], config: Config) -> list[str]:
+    """Return a line a seed, both scores, their difference and a bar; then the statistics."""
+    first, second = report["baseline"]["full"]["per_seed"], report["idea"]["per_seed"]
+    deltas = [None if None in (a, b) else b - a for a, b in zip(first, second, strict=True)]
+    rows = [("seed", "baseline", "idea", "idea - baseline", "  better | worse")]
+    for seed, a, b, d, bar in zip(config.seeds, first, second, deltas, chart(deltas), strict=True):
+        rows.append((str(seed), brief(a), brief(b), "n/a" if d is None else f"{d:+.4g}", bar))
+    block, stats = report["comparison"], report["extensions"]["statistics"]
+    span = "n/a" if stats["interval_95"] is None else f"[{', '.join(map(brief, stats['interval_95']))}]"
+    sampled = f"< {1 / config.flips:g}" if block["p_value"] == 0 else brief(block["p_value"])
+    return [
+        *table(rows),
+        f"mean difference {brief(block['delta_mean'])}, 95 % interval {span}, sampled p {sampled}, exact p "
+        f"{brief(stats['p_exact'])}, effect d_z {brief(stats['effect_size_dz'])}",
+    ]
+
+
+def mechanism_lines(report: Mapping[str, Any]) -> list[str]:
+    """Return the mechanism table, what the operator does alone, and the knockout."""
+    block, extra = report["mechanism_signature"], report["extensions"]
+    alone, untrained, without = extra["isolated_mechanism"], extra["mechanism_untrained"] or {}, extra["knockout"]
+    rows = [("", "predicted", "observed", "before training", "relative error", "")]
+    for name in [key.removeprefix("observed_") for key in block or () if key.startswith("observed_")]:
+        predicted, observed = block.get(f"predicted_{name}"), block[f"observed_{name}"]
+        values = predicted, observed, untrained.get(f"observed_{name}"), relative_error(observed, predicted)
+        rows.append((show(name.replace("_", " ")), *map(brief, values), ""))
+    lines = ["the idea offers no signature"]
+    if block:
+        lines = [*table(rows), f"{'' if block['confirmed'] else 'not '}confirmed"]
+    if alone:
+        moves = {True: "confirmed", False: "not confirmed", None: "not measurable"}[extra["transport_confirmed"]]
+        error, slope = brief(alone["attenuation_max_relative_error"]), brief(alone["displacement_slope"])
+        text = f"operator alone: attenuation error at most {error} (k <= 8), slope of the displacement {slope}"
+        lines.append(f"{text} for h = {show(alone['h'])}, transport {moves}")
+    if without:
+        times = "" if without["ratio"] is None else f", {brief(without['ratio'])} times the idea's"
+        lines.append(f"knockout: the trained idea with h = 0 has {brief(without['mean'])}{times}")
+    return lines
+
+
+def build_log(config: Config, report: Mapping[str, Any]) -> str:
+    """Return the log that a person reads, in ASCII: the verdict first, then the tables, last the limitations."""
+    extra, parity = report["extensions"], report["parameter_parity"]
+    floor_rows = [(text, brief(extra["floors"][name]["mean"]), "best floor" if name == extra["floors"]["best"] else "")
+                  for name, text in FLOOR_NAMES.items() if extra["floors"][name]]  # fmt: skip
+    curve = [("epoch", *ARMS, "exact p", "")]
+    for row in extra["learning_curve"]:
+        curve.append((str(row["epoch"]), *(brief(row[name]) for name in (*ARMS, "p_exact")), ""))
+    loop = [("horizon", "predict mean", "repeat last", "baseline", "idea", "exact p", "Holm p", "")]
+    for row in extra["rollout"] or ():
+        keys = ("predict_mean", "floor", "baseline", "idea", "p_exact", "p_holm")
+        loop.append((str(row["horizon"]), *(brief(row[key]) for key in keys), ""))
+    learning = [name for name in ARMS if extra["still_learning"][name]]
+    seeds = f"seeds {config.seeds[0]}..{config.seeds[-1]}, sweep on the first {config.sweep_seeds}"
+    sections = {
+        "Options": [f"{option_words(config) or 'defaults'} ({seeds}, {config.epochs} epochs, {config.dtype})"],
+        f"Sweep (mean over {config.sweep_seeds} seeds, target variance = 1)": sweep_lines(report, config),
+        f"Pairs (test MSE of {parity['baseline']} and {parity['idea']} parameters)": pair_lines(report, config),
+        "Floors (test MSE of what needs no network)": [
+            *table(floor_rows),
+            f"better than the best floor: {and_list(extra['floors']['beaten_by'] or ['none of the models'])}",
+        ],
+        f"Learning curve (MSE on the first {config.probe_sequences} test sequences)": [
+            *table(curve),
+            f"still learning: {and_list(learning or ['none'])}",
+        ],
+        "Mechanism": mechanism_lines(report),
+        "Closed loop (RMSE in target std)": table(loop if len(loop) > 1 else [("not on a custom track", "")]),
+        "Limitations": [f"- {sentence}" for sentence in limitations(report, config)],
+    }
+    tables = "".join("\n".join(["", "", title, *own]) for title, own in sections.items())
+    return f"Verdict: {verdict_sentence(report, config)}{tables}\n"
+
+
+def build_answer(config: Config, report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the stage-2 answer, its keys in the order that was asked for."""
+    block, confirmed = report["comparison"], bool((report["mechanism_signature"] or {}).get("confirmed"))
     worked, p = block["system_worked"], block["p_value"]
-    confirmed = bool((report["mechanism_signature"] or {}).get("confirmed"))
-    significant = p is not None and p < Config.significance and block["delta_mean"] != 0
+    practical = {"idea better (significant)": "helps", "idea worse (significant)": "harms"}
     return {
         "worked": worked,
-        "confidence": 0 if p is None else math.floor(printed(10 * (1 - p))),
-        "verdict": verdict_sentence(report),
+        "confidence": 0 if p is None else math.floor(rounded(10 * (1 - p))),
+        "verdict": verdict_sentence(report, config),
         "metrics": {
             "baseline": report["baseline"]["full"]["mean"],
             "idea": report["idea"]["mean"],
@@ -2048,399 +2451,420 @@ def build_answer(report: dict[str, Any], options: str) -> dict[str, Any]:
             "n_pairs": block["n_pairs"],
             "parameter_counts": report["parameter_parity"],
         },
-        "how_to_run": f"python stage2_bench.py {options}".strip(),
+        "how_to_run": f"python stage2_bench.py {option_words(config)}".strip(),
         "files": ["stage2_bench.py", REPORT, OUTPUT],
-        "limitations": limitations(report),
+        "limitations": limitations(report, config),
         "bench_report": report,
         "system_verdict": "works" if worked else "partial" if confirmed else "fails",
-        "practical_verdict": ("helps" if block["delta_mean"] < 0 else "harms") if significant else "neutral",
+        "practical_verdict": practical.get(block["verdict"], "neutral"),
         "mechanism_ok": int(confirmed),
-        "system_judged": p is not None,
+        "system_judged": not block["verdict"].startswith("not judged"),
     }
 
 
-def build_log(config: Config, report: dict[str, Any], options: str, machine: str, seconds: float) -> str:
-    """Return the log that a person reads, in ASCII: tables, the verdict in one sentence, the answer as JSON."""
-    block, numbers = report["comparison"], report["extensions"]["statistics"]
-    interval = numbers["interval_95"]
-    lines = [
-        f"stage2_bench: {report['model']} on track {show(report['track'])}",
-        f"options: {options or 'defaults'} (seeds {config.seeds[0]}..{config.seeds[-1]}, sweep on the first "
-        f"{config.sweep_seeds}, {config.epochs} epochs, {config.dtype})",
-        f"machine: {machine}",
-        f"wall time: {seconds:.1f} s",
-        "",
-        f"Sweep (mean over {config.sweep_seeds} seeds)",
-        *sweep_lines(report),
-        "",
-        f"Pairs (test MSE of {report['parameter_parity']['baseline']} and "
-        f"{report['parameter_parity']['idea']} parameters)",
-        *pair_lines(report, config.seeds),
-        f"mean difference {number(block['delta_mean'])}, 95 % interval "
-        f"{'n/a' if interval is None else f'[{interval[0]:.10f}, {interval[1]:.10f}]'}, sampled p "
-        f"{show(block['p_value'])}, exact p {show(numbers['p_exact'])}, effect d_z {show(numbers['effect_size_dz'])}",
-        "",
-        "Mechanism",
-        *mechanism_lines(report),
-        "",
-        "Closed loop (RMSE in target std)",
-        *rollout_lines(report),
-        "",
-        f"Verdict: {verdict_sentence(report)}",
-    ]
-    if numbers["p_floor"] >= config.significance:
-        lines.append(
-            f"Note: {len(config.seeds)} pairs cannot reach p < {config.significance}; "
-            f"the floor is 2 / 2^n = {numbers['p_floor']:g}."
-        )
-    return "\n".join([*lines, "", to_json(build_answer(report, options))])
+def versions() -> str:
+    """Return the versions of Python and the libraries."""
+    libraries = ", ".join(f"{module.__name__} {module.__version__}" for module in (torch, np, scipy))
+    return f"Python {platform.python_version()}, {libraries}"
 
 
-# The keys that a report must have, and how --diff treats a path: derived values must follow from the report's own
-# scores, measured ones are judged by --rtol, all others are contract and must be equal.
-KEYS = {
-    "": "bench_version track model metric_direction n_seeds baseline idea comparison mechanism_signature idea_sweep "
-    "best_idea_cfg parameter_parity custom_track",
-    "baseline": "best_cfg sweep full union_lr_grid",
-    "baseline.full": "mean std per_seed n",
-    "idea": "mean std per_seed n",
-    "comparison": "delta_mean idea_wins n_pairs p_value verdict system_worked",
-    "parameter_parity": "baseline idea",
-}
-DERIVED = r"(full|idea)\.(mean|std)$|comparison\.(?!n_pairs)|best_(idea_)?cfg\.|signature\.(attenuation_rel|confirmed)"
-MEASURED = r"\.per_seed\[|sweep\[.*mean$|signature\..*observed|^extensions\.(?!options)"
-SHARED_IN_PART = (
-    r"\.per_seed\[|sweep\[|union_lr_grid\[|^extensions\."  # where reports of other seeds or grids may differ
-)
+def build_output(config: Config, report: Mapping[str, Any], jobs: int, seconds: float) -> str:
+    """Return the text of stage2_output.txt: the log, machine and wall time, and the stage-2 answer."""
+    machine = f"{platform.system()} {platform.machine()}, {available_cpus()} CPUs, {jobs} processes; {versions()}"
+    answer = to_json(build_answer(config, report))
+    return f"{build_log(config, report)}\nMachine\n{machine}\nwall time {seconds:.1f} s\n\nStage-2 answer\n{answer}"
 
 
-def strict_json(text: str) -> Any:
-    """Parse JSON; raises ValueError for what is none, NaN, infinities and numbers beyond float64 included."""
-
-    def refuse(token: str) -> Any:
-        raise ValueError(f"holds {token[:24]}, which is not a JSON number of this format")
-
-    def finite(token: str) -> float:
-        return float(token) if math.isfinite(float(token)) else refuse(token)
-
-    try:
-        return json.loads(
-            text,
-            parse_constant=refuse,
-            parse_float=finite,
-            parse_int=lambda token: int(token) if len(token) < 16 else refuse(token),
-        )
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
-
-
-def load_report(path: Path) -> dict[str, Any]:
-    """Read a report and check its form.  Raises UsageError with one line on what is wrong."""
-    where = f"--diff: {show(str(path))}"
-    try:
-        report = strict_json(path.read_bytes().decode("utf-8"))
-    except OSError as error:
-        raise UsageError(f"{where}: {error.strerror}") from None
-    except ValueError as error:
-        raise UsageError(f"{where}: not a JSON report: {show(' '.join(str(error).split()))[:200]}") from None
-    version = report.get("bench_version") if isinstance(report, dict) else None
-    if version != 1 or isinstance(version, bool):
-        raise UsageError(f"{where}: bench_version is {show(version)[:40]}, not 1")
-    for parent, names in KEYS.items():
-        block = functools.reduce(lambda value, key: value[key], filter(None, parent.split(".")), report)
-        lacking = [name for name in names.split() if not isinstance(block, dict) or name not in block]
-        if lacking:
-            raise UsageError(f"{where}: lacks the key {parent}{'.' if parent else ''}{lacking[0]}")
-    try:
-        derive(report)
-        flatten(report, "", first_seed(report))
-    except Exception as error:  # any JSON may come here: whatever does not fit the formulas is no report
-        raise UsageError(f"{where}: malformed ({show(one_line(error))[:120]})") from None
-    return report
-
-
-def flatten(value: Any, path: str = "", first_seed: int = 0) -> dict[str, Any]:
-    """Return {path: leaf} of a report: a sweep's rows named by configuration, scores by seed, other lists by number."""
-    if isinstance(value, dict):
-        items = [(f".{key}" if path else key, item) for key, item in value.items()]
-    elif isinstance(value, list) and value:
-        names: Iterable[Any] = range(len(value))
-        if path.endswith("sweep"):
-            names = [json.dumps(row["cfg"]) for row in value]
-        elif "per_seed" in path:
-            names = [f"seed {first_seed + i}" for i in names]
-        items = [(f"[{name}]", item) for name, item in zip(names, value, strict=True)]
-    else:
-        return {path: value}
-    return {name: leaf for key, item in items for name, leaf in flatten(item, path + key, first_seed).items()}
-
-
-def first_seed(report: dict[str, Any]) -> int:
-    """Return the seed of a report's first pair; the reference's reports, without extensions, begin at 0."""
-    return report["extensions"]["options"]["seeds"][0] if "extensions" in report else 0
-
-
-def derive(report: dict[str, Any]) -> dict[str, Any]:
-    """Return {path: value} of everything that follows from the report's own scores, sweeps and signature."""
-    first, second = report["baseline"]["full"]["per_seed"], report["idea"]["per_seed"]
-    start = first_seed(report)
-    seeds = range(start, start + len(first))
-    found = {
-        "comparison": comparison(first, second, seeds),
-        "baseline": {"full": summary(first), "best_cfg": best_config(report["baseline"]["sweep"])},
-        "idea": summary(second),
-        "best_idea_cfg": best_config(report["idea_sweep"]),
-    }
-    block = report["mechanism_signature"]
-    if block is not None and "prediction" in block:
-        found["mechanism_signature"] = confirmation(
-            block["observed_fourier_attenuation"], block["predicted_fourier_attenuation"]
-        )
-    return {path: value for path, value in flatten(found).items() if re.search(DERIVED, path)}
-
-
-def best_config(sweep: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the configuration of the row that wins a printed sweep."""
-    grid = [(row["cfg"]["lr"], row["cfg"]["h"]) for row in sweep]
-    lr, h = best_row(grid, [math.inf if row["mean"] is None else row["mean"] for row in sweep])
-    return {"lr": lr, "h": h}
-
-
-def follows(value: Any, recomputed: Any) -> bool:
-    """Say whether a printed value is the recomputed one, to one unit of the last printed digit."""
-    if isinstance(value, float) and isinstance(recomputed, float):
-        return abs(value - recomputed) <= 1.01e-10
-    return value == recomputed
-
-
-def is_number(value: Any) -> bool:
-    """Say whether a JSON value is a number; true and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def compare_reports(theirs: dict[str, Any], ours: dict[str, Any], rtol: float) -> list[tuple[str, Any, Any, str]]:
-    """Return (path, theirs, ours, status) for every field; a status that starts with DIFFERS is a difference.
-
-    What one report alone has of seeds, rates or extensions is said and not compared.  Derived fields need not be
-    equal, but must each follow from their own report.
-    """
-    reports = {"theirs": theirs, "ours": ours}
-    only = [name for name, report in reports.items() if "extensions" in report]
-    sides = {
-        name: flatten({k: v for k, v in report.items() if k != "extensions" or len(only) == 2}, "", first_seed(report))
-        for name, report in reports.items()
-    }
-    recomputed = {name: derive(report) for name, report in reports.items()}
-    rows = []
-    for path in dict.fromkeys([*sides["theirs"], *sides["ours"]]):
-        having = [name for name, side in sides.items() if path in side]
-        wrong = [name for name in having if path in recomputed[name]]
-        wrong = [name for name in wrong if not follows(sides[name][path], recomputed[name][path])]
-        if wrong:
-            status = f"DIFFERS: {' and '.join(wrong)} not from own scores"
-        elif len(having) == 1:
-            shared = re.search(SHARED_IN_PART, path)
-            status = f"only in {having[0]}, not compared" if shared else f"DIFFERS: only in {having[0]}"
-        else:
-            status = field_status(path, sides["theirs"][path], sides["ours"][path], rtol)
-        rows.append((path, *(side.get(path, "-") for side in sides.values()), status))
-    if key_order(theirs) != key_order(ours):
-        rows.append(("(order of keys)", "-", "-", "DIFFERS"))
-    if len(only) == 1:
-        rows.append(("extensions", "-", "-", f"only in {only[0]}, not compared"))
-    return rows
-
-
-def field_status(path: str, theirs: Any, ours: Any, rtol: float) -> str:
-    """Return the status of a field that both reports have, by the class of its path."""
-    numbers = is_number(theirs) and is_number(ours)
-    if theirs == ours and (numbers or type(theirs) is type(ours)):
-        return "same"
-    if re.search(DERIVED, path):
-        return "follows from its own scores"
-    if numbers and re.search(MEASURED, path):
-        close = abs(ours - theirs) <= rtol * max(abs(ours), abs(theirs))
-        return f"{'within rtol' if close else 'DIFFERS'}{f', ratio {ours / theirs:.4g}' if theirs else ''}"
-    return "DIFFERS"
-
-
-def key_order(report: Any) -> Any:
-    """Return the keys of a report, nested, in their order, without the extensions."""
-    if isinstance(report, dict):
-        return [(key, key_order(value)) for key, value in report.items() if key != "extensions"]
-    return [key_order(report[0])] if isinstance(report, list) and report else None
-
-
-def diff_lines(rows: Sequence[tuple[str, Any, Any, str]]) -> list[str]:
-    """Return the comparison as a table, and a last line with the count."""
-    cells = [("path", "theirs", "ours", "relative difference", "status")]
-    for path, theirs, ours, status in rows:
-        relative = ""
-        if is_number(theirs) and is_number(ours) and theirs:
-            relative = f"{(ours - theirs) / abs(theirs):+.3e}"
-        shown = [text if len(text) <= 34 else text[:31] + "..." for text in map(show, (theirs, ours))]
-        cells.append((show(path), *shown, relative, status))
-    count = sum(row[3].startswith("DIFFERS") for row in rows)
-    return [*table(cells), f"{count} of {len(rows)} fields differ" if count else f"no difference in {len(rows)} fields"]
-
-
-def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw the report in one figure: sweep, pairs, differences, rollout, attenuation, displacement."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    with pyplot.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "svg.hashsalt": "stage2"}):
-        figure, axes = pyplot.subplots(2, 3, figsize=(12.5, 7.2), layout="constrained")
-        panels = (draw_sweep, draw_pairs, draw_differences, draw_rollout, draw_attenuation, draw_displacement)
-        for axis, panel in zip(axes.flat, panels, strict=True):
-            panel(axis, report)
-        verdict_text = report["comparison"]["verdict"]
-        figure.suptitle(f"{report['model']} on {report['track']}: {verdict_text}".replace("$", r"\$"), fontsize=12)
-        try:
-            figure.savefig(path, dpi=130)
-        except OSError as error:
-            raise RunError(f"--plot {path}: {error.strerror}; the report is complete") from None
-        finally:
-            pyplot.close(figure)
-
-
-ARM_STYLE = {
+LINE = {  # color, marker and dashes of what is drawn
     "baseline": {"color": "0.0", "marker": "o", "linestyle": "-"},
     "idea": {"color": "tab:blue", "marker": "s", "linestyle": "--"},
     "placebo": {"color": "0.55", "marker": "^", "linestyle": ":"},
+    "floor": {"color": "tab:red", "linewidth": 0.8},
+    "predict_mean": {"color": "tab:red", "linewidth": 0.8, "linestyle": ":"},
+    "mean": {"color": "tab:blue", "linestyle": "--"},
+    "zero": {"color": "black", "linewidth": 1.0},
+    "seed": {"color": "0.4", "marker": "o", "linestyle": ""},
+    "operator alone": {"color": "tab:blue", "marker": "o", "linestyle": "", "markerfacecolor": "none"},
+    "trained": {"color": "black", "marker": "*", "linestyle": "", "markersize": 12},
 }
+Line = tuple[str, list[tuple[float, float | None]], dict[str, Any]]  # label, points, style
 
 
-def draw_sweep(axis: Any, report: dict[str, Any]) -> None:
-    """Mean test MSE over the learning rate, a line for each arm and step size."""
-    sweeps = {"baseline": report["baseline"]["sweep"], "idea": report["idea_sweep"]}
-    sweeps["placebo"] = report["extensions"]["placebo"]["sweep"]
-    for name, rows in sweeps.items():
-        for h in dict.fromkeys(json.dumps(row["cfg"]["h"]) for row in rows):
-            own = [row for row in rows if json.dumps(row["cfg"]["h"]) == h and row["mean"]]
-            own.sort(key=lambda row: row["cfg"]["lr"])
-            label = name if h == "null" else f"{name}, h = {h}"
-            axis.plot([r["cfg"]["lr"] for r in own], [r["mean"] for r in own], label=label, **ARM_STYLE[name])
-    axis.set(xscale="log", yscale=scale_of(axis), xlabel="learning rate", ylabel="mean test MSE", title="Sweep")
-    rates = sorted(report["baseline"]["union_lr_grid"])
-    axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
-    axis.xaxis.minorticks_off()
-    axis.legend()
+@dataclass
+class Panel:
+    """A panel of the figure: lines of points; ticks are given for logarithmic axes; levels are drawn all across."""
+
+    title: str
+    xlabel: str
+    ylabel: str
+    lines: list[Line]
+    ticks: Sequence[float] = ()
+    levels: Sequence[tuple[str, float | None, dict[str, Any]]] = ()
+    span: Sequence[float] | None = None
 
 
-def draw_pairs(axis: Any, report: dict[str, Any]) -> None:
-    """Both scores of each seed, joined by a line, and the means."""
-    first, second = report["baseline"]["full"], report["idea"]
-    pairs = [(a, b) for a, b in zip(first["per_seed"], second["per_seed"], strict=True) if a and b]
-    for pair in pairs:
-        axis.plot([0, 1], pair, color="0.6", marker="o", markersize=4, linewidth=1)
-    if first["mean"] and second["mean"]:
-        means = [first["mean"], second["mean"]]
-        axis.plot([0, 1], means, color="black", marker="D", linewidth=2.5, label="mean")
-        axis.legend()
-    axis.set(ylabel="test MSE (target variance = 1)", title=f"{len(pairs)} pairs", xlim=(-0.3, 1.3))
-    axis.set(yscale=scale_of(axis))
-    axis.set_xticks([0, 1], ["baseline", "idea"])
-
-
-def draw_differences(axis: Any, report: dict[str, Any]) -> None:
-    """The differences by seed, their mean and its 95 % interval."""
+def panels(report: Mapping[str, Any]) -> list[Panel]:
+    """Return what the figure shows."""
+    extra, rows, sweep = report["extensions"], report["extensions"]["learning_curve"], []
+    for name, (own, _) in arms_of(report).items():
+        by_h: dict[str, list[tuple[float, float]]] = {}
+        for row in own:
+            by_h.setdefault(json.dumps(row["cfg"]["h"]), []).append((row["cfg"]["lr"], row["mean"] or None))
+        for i, (h, points) in enumerate(by_h.items()):
+            style = LINE[name] | ({"marker": "Dv^<>pPX*"[(i - 1) % 9], "alpha": max(0.3, 1 - 0.2 * i)} if i else {})
+            sweep.append((name if h == "null" else f"{name}, h = {h}", sorted(points), style))
+    levels = [(text, (extra["floors"][name] or {}).get("mean"), LINE["floor"]) for name, text in FLOOR_NAMES.items()]
+    mse = "test MSE (target variance = 1)"
+    curve = [(name, [(row["epoch"], row[name]) for row in rows], LINE[name]) for name in ARMS]
     first, second = report["baseline"]["full"]["per_seed"], report["idea"]["per_seed"]
-    found = [(i, b - a) for i, (a, b) in enumerate(zip(first, second, strict=True)) if None not in (a, b)]
-    start = report["extensions"]["options"]["seeds"][0]
-    axis.axhline(0, color="black", linewidth=1)
-    axis.plot([start + i for i, _ in found], [d for _, d in found], "o", color="0.4", label="one seed")
-    mean, interval = report["comparison"]["delta_mean"], report["extensions"]["statistics"]["interval_95"]
-    if mean is not None:
-        axis.axhline(mean, color="tab:blue", linestyle="--", label="mean")
-    if interval is not None:
-        axis.axhspan(*interval, color="tab:blue", alpha=0.15, label="95 % interval (BCa)")
-    axis.set(xlabel="seed", ylabel="idea - baseline, test MSE", title="Paired differences (below 0: idea better)")
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.legend()
+    pairs = enumerate(zip(first, second, strict=True), extra["options"]["seeds"][0])
+    deltas = [(seed, b - a) for seed, (a, b) in pairs if None not in (a, b)]
+    middle = [("", 0.0, LINE["zero"]), ("mean", report["comparison"]["delta_mean"], LINE["mean"])]
+    names = {"baseline": "baseline", "idea": "idea", "floor": "repeat last", "predict_mean": "predict mean"}
+    loop = extra["rollout"] or ()
+    closed = [(label, [(row["horizon"], row[key]) for row in loop], LINE[key]) for key, label in names.items()]
+    alone, block = extra["isolated_mechanism"] or {}, report["mechanism_signature"] or {}
+    h, waves, moves = alone.get("h", 0.0), alone.get("attenuation") or [], alone.get("displacement") or []
+    modes, tokens = list(range(len(waves)))[:13], range(len(moves))
+    star, shift = block.get("observed_fourier_attenuation"), block.get("observed_transport_displacement")
+    diffusion = [
+        ("predicted exp(-h k^2)", [(k, math.exp(-h * k * k)) for k in modes], LINE["zero"]),
+        ("operator alone", [(k, waves[k]) for k in modes], LINE["operator alone"]),
+        ("trained layers, relative to k = 0", [(KineticLayer.mode, star)] if waves else [], LINE["trained"]),
+    ]
+    transport = [
+        ("predicted h x", [(x, h * x) for x in tokens], LINE["zero"]),
+        ("operator alone", [(x, moves[x]) for x in tokens], LINE["operator alone"]),
+        ("trained layers, confounded", [(len(moves) // 2, shift)] if moves else [], LINE["trained"]),
+    ]
+    return [
+        Panel("Sweep", "learning rate", f"mean {mse}", sweep, report["baseline"]["union_lr_grid"], levels),
+        Panel("Learning curve", "epoch", mse, curve, [row["epoch"] for row in rows]),
+        Panel("Paired differences (below 0: idea better)", "seed", f"idea - baseline, {mse}",
+              [("one seed", deltas, LINE["seed"])], (), middle, extra["statistics"]["interval_95"]),
+        Panel("Closed loop", "horizon (steps)", "RMSE (target std)", closed, [row["horizon"] for row in loop]),
+        Panel("Diffusion", "Fourier mode k along the tokens", "attenuation", diffusion),
+        Panel("Transport", "token x", "displacement (channels)", transport),
+    ]  # fmt: skip
 
 
-def draw_rollout(axis: Any, report: dict[str, Any]) -> None:
-    """Closed-loop error against the horizon."""
-    rows = report["extensions"]["rollout"] or []
-    labels = {"baseline": "baseline", "idea": "idea", "floor": "repeat last position"}
-    styles = ARM_STYLE | {"floor": ARM_STYLE["placebo"] | {"marker": "x"}}
-    for name, label in labels.items():
-        known = [(row["horizon"], row[name]) for row in rows if row[name]]
-        if known:
-            axis.plot(*zip(*known, strict=True), label=label, **styles[name])
-    axis.set(xlabel="horizon (steps)", ylabel="RMSE (target std)", title="Closed-loop rollout")
-    if not rows:
-        return unavailable(axis)
-    axis.set(xscale="log", yscale=scale_of(axis))
-    axis.set_xticks([row["horizon"] for row in rows], [str(row["horizon"]) for row in rows])
-    axis.xaxis.minorticks_off()
-    axis.legend()
-    return None
+def draw_panel(axis: Any, panel: Panel) -> None:
+    """Draw a panel; one without points is its sentence alone."""
+    axis.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
+    lines = [(label, [(x, y) for x, y in points if y is not None], style) for label, points, style in panel.lines]
+    if not any(points for _, points, _ in lines):
+        axis.set_axis_off()
+        axis.text(0.5, 0.5, "not available for this run", ha="center", transform=axis.transAxes)
+        return
+    for label, points, style in lines:
+        if points:
+            axis.plot(*zip(*points, strict=True), label=label, **style)
+    for label, level, style in panel.levels:
+        if level is not None and (level > 0 or not panel.ticks):
+            axis.axhline(level, label=label if style is not LINE["floor"] else None, **style)
+            if style is LINE["floor"]:
+                axis.annotate(label, (0.02, level), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
+    if panel.span is not None:
+        axis.axhspan(*panel.span, color="tab:blue", alpha=0.15, label="95 % interval")
+    if panel.ticks:
+        axis.set(xscale="log", yscale="log")
+        axis.set_xticks(panel.ticks, [f"{x:g}" for x in panel.ticks])
+        axis.xaxis.minorticks_off()
+    else:
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False, fontsize=8)
 
 
-def scale_of(axis: Any) -> str:
-    """Return "log", or "linear" where nothing is drawn yet: a log axis needs a positive number."""
-    return "log" if any(len(line.get_ydata()) for line in axis.get_lines()) else "linear"
+def draw(config: Config, report: Mapping[str, Any], path: Path) -> None:
+    """Draw the report in one figure of six panels.  Raises RunError where that fails: the report is complete then."""
+    try:
+        from matplotlib import pyplot
 
-
-def unavailable(axis: Any) -> None:
-    """Say in a panel that this run has nothing to show there."""
-    axis.text(0.5, 0.5, "not available for this run", ha="center", va="center", transform=axis.transAxes)
-
-
-def draw_attenuation(axis: Any, report: dict[str, Any]) -> None:
-    """Attenuation by mode: predicted, the operator alone, and the trained layers at k = 3."""
-    alone, block = report["extensions"]["isolated_mechanism"], report["mechanism_signature"]
-    axis.set(xlabel="Fourier mode k along the tokens", ylabel="attenuation", title="Diffusion")
-    if alone is None:
-        return unavailable(axis)
-    modes = np.arange(len(alone["attenuation"]))
-    axis.plot(modes, np.exp(-alone["h"] * modes**2), color="black", label="predicted exp(-h k^2)")
-    axis.plot(modes, alone["attenuation"], "o", color="tab:blue", markerfacecolor="none", label="operator alone")
-    if block["observed_fourier_attenuation"] is not None:
-        axis.plot(
-            3, block["observed_fourier_attenuation"], "k*", markersize=12, label="trained layers, relative to k = 0"
-        )
-    axis.set(ylim=(-0.03, 1.08), xlim=(-0.5, min(len(modes), 12) + 0.5))
-    axis.legend()
-    return None
-
-
-def draw_displacement(axis: Any, report: dict[str, Any]) -> None:
-    """Displacement by token: predicted, the operator alone, and the trained layers at the middle token."""
-    alone, block = report["extensions"]["isolated_mechanism"], report["mechanism_signature"]
-    axis.set(xlabel="token x", ylabel="displacement (channels)", title="Transport")
-    if alone is None or alone["displacement"] is None:
-        return unavailable(axis)
-    tokens = np.arange(len(alone["displacement"]))
-    axis.plot(tokens, alone["h"] * tokens, color="black", label="predicted h x")
-    axis.plot(tokens, alone["displacement"], "o", color="tab:blue", markerfacecolor="none", label="operator alone")
-    if block["observed_transport_displacement"] is not None:
-        middle = len(tokens) // 2
-        axis.plot(
-            middle, block["observed_transport_displacement"], "k*", markersize=12, label="trained layers, confounded"
-        )
-    axis.legend()
-    return None
+        style = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "svg.hashsalt": "stage2", "svg.fonttype": "none"}
+        with pyplot.rc_context(style), new_file(path) as file:
+            figure, axes = pyplot.subplots(2, 3, figsize=(13, 8), layout="constrained")
+            for axis, panel in zip(axes.flat, panels(report), strict=True):
+                draw_panel(axis, panel)
+            tags = "; ".join(tag for tag, _ in caveats(report, config))
+            title = f"{report['model']} on {report['track']}: {report['comparison']['verdict']}\n{tags}".strip()
+            figure.suptitle(title.replace("$", r"\$"), fontsize=11, wrap=True)
+            figure.savefig(file, format=path.suffix[1:].lower(), dpi=130)
+            pyplot.close(figure)
+    except Exception as error:  # matplotlib, a backend or a disk may fail in any way
+        raise RunError(f"--plot {show(str(path))}: {one_line(error)[:200]}; the report is complete") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 13. Command line
+# 13. Users' files and command line
 # ---------------------------------------------------------------------------------------------------------------------
 
-LARGEST_SEED = 2**32
-MOST_SEEDS = 10**6
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's type and message in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+
+
+@functools.cache
+def load_file(path: str) -> tuple[ModuleType, list[str]]:
+    """Import a user's Python file by its path; returns the module, and the files beside it that it imports.
+
+    While it loads, its folder is on sys.path; what an earlier file imported from its own folder is forgotten first, so
+    that two files may each have a neighbour of the same name.  Raises UsageError with the reason in one line.
+    """
+    folder, mark, bytecode = Path(path).parent, "__neighbour_of_custom_file__", sys.dont_write_bytecode
+    for name in [name for name, module in sys.modules.items() if mark in getattr(module, "__dict__", {})]:
+        del sys.modules[name]
+    before, spec = set(sys.modules), importlib.util.spec_from_file_location(f"custom file {path}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
+    sys.path.insert(0, str(folder))
+    sys.dont_write_bytecode = True  # nothing is left in the user's folder, and no stale copy is read from there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{path}: {one_line(error)}") from error
+    finally:
+        sys.path.remove(str(folder))
+        sys.dont_write_bytecode = bytecode
+    neighbours = []
+    for name in set(sys.modules) - before - {spec.name}:
+        file = getattr(sys.modules[name], "__dict__", {}).get("__file__")
+        if file and Path(file).is_relative_to(folder):
+            setattr(sys.modules[name], mark, True)
+            neighbours.append(file)
+    return module, sorted(neighbours)
+
+
+def finite_array(values: Any, name: str, axes: Sequence[str]) -> np.ndarray:
+    """Turn what a user's `make` returns into a float64 array.  Raises ValueError where it holds no finite numbers, with
+    the place of the first wrong one along the axes."""
+    if np.ma.is_masked(values):
+        raise ValueError(f"{name} hold {np.ma.count_masked(values)} masked values")
+    if np.iscomplexobj(np.asarray(values)):
+        raise ValueError(f"{name} are complex")
+    array = np.array(values, dtype=np.float64)
+    for what, wrong in (("NaN", np.isnan(array)), ("infinity", np.isinf(array))):
+        if wrong.any():
+            place = ", ".join(f"{axis} {i}" for axis, i in zip(axes, np.argwhere(wrong)[0], strict=False))
+            raise ValueError(f"{name} hold {wrong.sum()} {what}, the first at {place}")
+    if np.abs(array).max(initial=0) > LARGEST_VALUE:
+        raise ValueError(f"{name} reach {np.abs(array).max():.3g}, too large to standardise")
+    return array
+
+
+def call_make(path: str, seed: int, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens (N, T, C) and targets (N, K) of a user's make(seed, split), checked.
+
+    Raises UsageError where there is no make, it fails, or what it returns has a wrong shape or is not finite.
+    """
+    make, where = getattr(load_file(path)[0], "make", None), f"{path}: make({seed}, {split!r})"
+    if not callable(make):
+        raise UsageError(f"{path}: defines no function make(seed, split)")
+    try:
+        tokens, targets = make(seed, split)
+        tokens = finite_array(tokens, "tokens", ("sequence", "token", "channel"))
+        targets = finite_array(targets, "targets", ("sequence", "column"))
+    except (Exception, SystemExit) as error:
+        message = str(error) if type(error) is ValueError else one_line(error)
+        raise UsageError(f"{where} -> tokens (N, T, C), targets (N,) or (N, K): {message}") from error
+    if tokens.ndim != 3 or tokens.shape[0] < 1 or tokens.shape[1] < 2 or tokens.shape[2] < 1:
+        raise UsageError(f"{where}: tokens have shape {tokens.shape}, not (N, T, C) with N >= 1, T >= 2, C >= 1")
+    if targets.ndim not in (1, 2) or len(targets) != len(tokens) or targets.size == 0:
+        raise UsageError(f"{where}: targets have shape {targets.shape}, not ({len(tokens)},) or ({len(tokens)}, K)")
+    return tokens, targets.reshape(len(targets), -1)
+
+
+custom_split = functools.cache(call_make)  # a user's make is called once for a seed and split
+
+
+def split_idea(idea: str) -> tuple[str, str]:
+    """Cut "path.py:Class" into path and class."""
+    path, _, name = idea.rpartition(":")
+    return path, name
+
+
+def layer_class(idea: str) -> type[nn.Module]:
+    """Return a built-in layer's class, or the one that "path.py:Class" names.  Raises UsageError if there is none."""
+    if idea in LAYERS:
+        return LAYERS[idea]
+    path, name = split_idea(idea)
+    found = getattr(load_file(path)[0], name, None)
+    if not (inspect.isclass(found) and issubclass(found, nn.Module)):
+        raise UsageError(f"{path}: defines no torch.nn.Module named {name!r}")
+    return found
+
+
+def check_track(config: Config) -> dict[int, str]:
+    """Check every seed's splits of a custom track; returns {seed: digest of its data}, empty for a built-in one.
+
+    Raises UsageError where `make` answers twice, shapes differ, or targets are constant.
+    """
+    track, shapes, shared = config.track, {}, 0.0
+    if track in TRACKS:
+        return {}
+    for seed, split in itertools.product(config.seeds, SPLITS):
+        where, (tokens, targets) = f"{track}: make({seed}, {split!r})", custom_split(track, seed, split)
+        if seed == config.seeds[0] and not all(map(np.array_equal, (tokens, targets), call_make(track, seed, split))):
+            raise UsageError(f"{where} gives two answers: seed its randomness")
+        shape = (*tokens.shape, targets.shape[1])
+        wanted = shapes.setdefault(split, (shape[0], *shapes.get("train", shape)[1:]))
+        if shape != wanted:
+            text = "all seeds need equal shapes, and all splits equal T, C and K"
+            raise UsageError(f"{where}: (N, T, C, K) is {shape} after {wanted}; {text}")
+        if split == "train" and np.ptp(targets, axis=0).max() == 0:
+            raise UsageError(f"{where}: the targets are all equal; nothing to learn")
+    values = np.unique(custom_split(track, config.seeds[0], "train")[1])
+    if len(values) < FEW_VALUES and (values == values.round()).all():
+        complain(f"note: {track}: the targets have {len(values)} whole values; this is regression")
+    shared = max(build_dataset(config, seed).share_in_train("val") for seed in config.seeds)
+    if shared:
+        complain(f"warning: {track}: {100 * shared:.3g} % of the validation sequences stand in the training split")
+    return {seed: build_dataset(config, seed).digest(*SPLITS) for seed in config.seeds}
+
+
+def check_idea(config: Config) -> str | None:
+    """Take the user's layer through the real road, for every step size and the placebo's 0.
+
+    Returns why there can be no placebo (its output does not depend on h), or None.  Raises UsageError where the layer
+    can't be built, or would not train as it does alone.
+    """
+    hs, answers = [h for h in dict.fromkeys(itertools.chain(*config.hs)) if h], []
+    if config.idea in LAYERS or not hs:
+        return None if hs else "the idea's only step is h = 0"
+    layer, small = layer_class(config.idea), dataclasses.replace(config, sizes=(8, 1, 1))
+    with computing(config):
+        data = build_dataset(small, config.seeds[0])
+        channels, length, _ = data.shape
+        try:
+            inspect.signature(layer).bind(channels, length, hs[0])
+        except TypeError:
+            text = f"{layer.__name__}(channels, length, h), but takes {inspect.signature(layer)}"
+            raise UsageError(f"{config.idea}: is built as {text}") from None
+        for h in (*hs, 0.0):
+            try:
+                problem, answer = layer_problem(small, h, data.tokens["train"][:8])
+            except Exception as error:
+                problem, answer = one_line(error), None
+            if problem:
+                raise UsageError(f"{config.idea} with (channels={channels}, length={length}, h={h}): {problem}")
+            answers.append(answer)
+    alike = all(torch.equal(answer, answers[-1]) for answer in answers)
+    return "the idea's output does not depend on h" if alike else None
+
+
+def kept_state(module: nn.Module) -> dict[str, tuple[Any, str]]:
+    """Return what a module keeps beside its parameters, buffers and plain attributes: {name: (dtype, contents)}."""
+    found, kinds = dict(module.named_buffers()), Tensor | bool | int | float | str | list | tuple | dict | set
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            if isinstance(value, kinds) and not isinstance(value, nn.Parameter) and not key.startswith("_"):
+                found[f"{name}.{key}".lstrip(".")] = value
+    return {n: (getattr(v, "dtype", None), repr(v.tolist() if isinstance(v, Tensor) else v)) for n, v in found.items()}
+
+
+def layer_problem(config: Config, h: float, tokens: Tensor) -> tuple[str, Tensor]:
+    """Return what is wrong with a user's layer on tokens (batch, time, channel), or ""; and what it makes of them once
+    its parameters are moved away from where they start (many begin at 0, where h may not show)."""
+    runs = [Run(config.seeds[0], 0.001, (h,)), Run(config.seeds[-1], 0.002, (h,))]
+    (module,), (twin,) = (build_layers(config, runs[0], tokens.shape[2], tokens.shape[1]) for _ in range(2))
+
+    def use(layer: nn.Module, own: Tensor = tokens) -> Tensor:
+        return layer(own.clone())
+
+    try:
+        out = use(module)
+    except RuntimeError as error:
+        for name, (dtype, _) in kept_state(module).items():
+            if dtype is not None and dtype.is_floating_point and dtype != tokens.dtype:
+                return f"{one_line(error)} (its tensor {name} is {dtype}, the run {tokens.dtype})", tokens
+        raise
+    if not isinstance(out, Tensor) or out.shape != tokens.shape or out.dtype != tokens.dtype:
+        what = f"{tuple(out.shape)} {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
+        return f"turns tokens {tuple(tokens.shape)} {tokens.dtype} into {what}", tokens
+    before = kept_state(module)
+    if out.requires_grad:
+        use(module).sum().backward()
+    changed = [name for name, value in kept_state(module).items() if before.get(name) != value]
+    unused = [name for name, value in module.named_parameters() if value.requires_grad and value.grad is None]
+    problems = {
+        "gives NaN or infinity": not torch.isfinite(out).all(),
+        "gives two answers for the same tokens (dropout, or a state it keeps?)": not torch.equal(out, use(module)),
+        "is another layer when built again (randomness that torch does not seed?)": not torch.equal(out, use(twin)),
+        "mixes the sequences of a batch (batch norm?)": not torch.allclose(out[:1], use(module, tokens[:1])),
+        f"never uses its parameter {unused[:1]}": unused,
+        f"changes {changed[:1]} in use (running statistics, a counter?); --resume could not go on from that": changed,
+    }
+    found = next((problem for problem, holds in problems.items() if holds), "")
+    found = found or road_problem(config, runs, twin, tokens)
+    with torch.no_grad():
+        for value in (value for value in twin.parameters() if value.requires_grad):
+            value.add_(0.1)
+        return found, twin(tokens)
+
+
+def road_problem(config: Config, runs: Sequence[Run], plain: nn.Module, tokens: Tensor) -> str:
+    """Train two steps through the real road, the runs side by side and each alone; say whether that changes anything.
+
+    plain: the first run's layer as its author built it.  When all parameters are scaled, it must do what the one does
+    whose parameters live in the model's rows; one that keeps views of its parameters does not.
+    """
+
+    def two_steps(own: Sequence[Run]) -> Model:
+        training = Training(Model(config, own))
+        for _ in range(2):
+            batches, targets = training.model.batch("train", [slice(0, 8)] * len(own))
+            (training.model(batches) - targets).square().mean((1, 2)).sum().backward()
+            training.step()
+        return training.model
+
+    together = two_steps(runs)
+    if not all(torch.equal(together.flat[i], two_steps([run]).flat[0]) for i, run in enumerate(runs)):
+        return "trains otherwise beside another run than alone (state shared between its objects?)"
+    road = Model(config, runs[:1])
+    with torch.no_grad():
+        for value in (road.flat, *(value for value in plain.parameters() if value.requires_grad)):
+            value.mul_(1.25)
+        return "" if torch.equal(road.layers[0][0](tokens), plain(tokens)) else "keeps views of its parameters' memory"
+
+
+def count(text: str, most: int = 10**9) -> int:
+    """Parse a whole number from 1 to most."""
+    if not re.fullmatch(r"[0-9]{1,12}", text) or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!a} is not a whole number from 1 to {most}")
+    return int(text)
+
+
+def real(text: str, zero: bool = True) -> float:
+    """Parse a finite number that is not negative, and not 0 unless zero says so."""
+    value = float(text) if re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", text) else math.nan
+    if not math.isfinite(value) or (value == 0 and not zero):
+        raise argparse.ArgumentTypeError(f"{text!a} is not a finite number {'>= 0' if zero else '> 0'}")
+    return value
+
+
+def rate(text: str) -> float | str:
+    """Parse a learning rate, or the word auto."""
+    return text if text == "auto" else real(text, zero=False)
+
+
+def steps(text: str) -> tuple[float, ...]:
+    """Parse a step size, or several joined by + for a multiscale stack."""
+    try:
+        return tuple(real(part) for part in re.split(r"(?<![eE])\+", text))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!a} is not a finite number >= 0, or several joined by +") from None
+
+
+def seed_range(text: str) -> tuple[int, ...]:
+    """Parse N, seeds 0..N-1, or A:B, seeds A..B-1."""
+    found = re.fullmatch(r"(?:([0-9]{1,10}):)?([0-9]{1,10})", text)
+    start, stop = (int(found[1] or 0), int(found[2])) if found else (0, 0)
+    if not start < stop <= 2**32 or stop - start > 10**6:
+        raise argparse.ArgumentTypeError(f"{text!a} is not N or A:B, from 1 to 1000000 seeds below 2^32")
+    return tuple(range(start, stop))
 
 
 class Interrupted(BaseException):
-    """A signal asked the program to stop."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    """A signal, the exception's argument, asked the program to stop."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -2455,278 +2879,126 @@ class Parser(argparse.ArgumentParser):
         emit(self.format_help())
 
 
-def whole(least: int, most: int = 10**9) -> Callable[[str], int]:
-    """Return a parser of whole numbers from least to most."""
-
-    def parse(text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,12}", text) or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{show(text)} is not a whole number from {least} to {most}")
-        return int(text)
-
-    return parse
-
-
-def real(text: str, zero: bool = True) -> float:
-    """Parse a finite number that is not negative, and not 0 unless zero says so."""
-    number_like = re.fullmatch(r"[0-9]*\.?[0-9]*([eE][-+]?[0-9]+)?", text) and re.search(r"^\.?[0-9]", text)
-    value = float(text) if number_like else math.nan
-    if not math.isfinite(value) or (value == 0 and not zero):
-        raise argparse.ArgumentTypeError(f"{show(text)} is not a finite number {'>= 0' if zero else '> 0'}")
-    return value
-
-
-def rate(text: str) -> float:
-    """Parse a learning rate."""
-    return real(text, zero=False)
-
-
-def steps(text: str) -> tuple[float, ...]:
-    """Parse a step size, or several joined by + for a multiscale stack."""
-    try:
-        return tuple(real(part) for part in re.split(r"(?<![eE])\+", text))
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{show(text)} is not a finite number >= 0, or several joined by +") from None
-
-
-def seed_range(text: str) -> tuple[int, ...]:
-    """Parse N, seeds 0..N-1, or A:B, seeds A..B-1."""
-    found = re.fullmatch(r"(?:([0-9]{1,10}):)?([0-9]{1,10})", text)
-    start, stop = (int(found[1] or 0), int(found[2])) if found else (0, 0)
-    if not start < stop <= LARGEST_SEED or stop - start > MOST_SEEDS:
-        raise argparse.ArgumentTypeError(f"{show(text)} is not N or A:B, from 1 to {MOST_SEEDS} seeds below 2^32")
-    return tuple(range(start, stop))
-
-
 def build_parser() -> Parser:
-    """Return the parser of all options."""
-    parser = Parser(
-        prog="stage2_bench.py",
-        description="Does a kinetic-mixing layer help a small GRU to predict dynamics? Writes an honest verdict.",
-        formatter_class=argparse.RawTextHelpFormatter,
-        allow_abbrev=False,
-    )
+    """Return the parser of all options; those of the experiment are declared in Config."""
+    text = "Does a kinetic-mixing layer help a small GRU to predict dynamics? Writes an honest verdict."
+    form = argparse.RawTextHelpFormatter
+    parser = Parser(prog="stage2_bench.py", description=text, formatter_class=form, allow_abbrev=False)
     parser._negative_number_matcher = re.compile(r"-[0-9.]|-inf|-nan")  # values to refuse, not unknown options
     add = parser.add_argument_group("experiment").add_argument
-    seeds_help = "pairs: seeds 0..N-1, or A..B-1 for a replication on fresh seeds (default: 8)"
-    add("--seeds", type=seed_range, metavar="N|A:B", help=seeds_help)
-    add("--sweep-seeds", type=whole(1), metavar="N", help="first seeds, for the sweep (default: 4, at most the seeds)")
-    add("--lrs", type=rate, nargs="+", metavar="LR", help="learning rates of all arms (default: 0.0015 0.003 0.006)")
-    add("--h", type=steps, nargs="+", metavar="H", help="step sizes; 0.02+0.08 is a multiscale stack (default: 0.08)")
-    add("--epochs", type=whole(1), metavar="N", help="passes over the training split (default: 16)")
-    track_help = f"data: {', '.join(TRACKS)}, or FILE.py\nthat defines make(seed, split) (default: dynamics)"
-    add("--track", default="dynamics", metavar="NAME", help=track_help)
-    add("--idea", default="kinetic", metavar="FILE.py:Class", help="your own token-mixing layer (default: kinetic)")
-    dtype_help = "float32 is faster, its digits may vary (default: float64)"
-    add("--dtype", default="float64", choices=("float64", "float32"), help=dtype_help)
+    for each in dataclasses.fields(Config):
+        if "flag" in each.metadata:
+            flag, parse, how = each.metadata["flag"], each.metadata["parser"], dict(each.metadata)
+            del how["flag"], how["parser"]
+            add(flag, dest=each.name, type=globals().get(parse, str), **how)
     add("--smoke", action="store_true", help="2 seeds and 2 epochs, into stage2_smoke/: for continuous integration")
     add = parser.add_argument_group("execution").add_argument
-    jobs_help = (
-        "worker processes (default: the CPUs this process may use);\nnot under torchrun, whose ranks do the work"
-    )
-    add("--jobs", type=whole(1, MOST_JOBS), metavar="N", help=jobs_help)
-    add("--resume", action="store_true", help="go on from the journal of an earlier start (default: start afresh)")
+    text = "worker processes (default: the CPUs this process may use);\nnot under torchrun, whose ranks do the work"
+    add("--jobs", type=functools.partial(count, most=1024), metavar="N", help=text)
+    add("--resume", action="store_true", help="use the trainings in .stage2_runs (default: train all afresh)")
     add = parser.add_argument_group("output").add_argument
     add("--out-dir", type=Path, metavar="DIR", help="where the files go (default: . or stage2_smoke)")
-    add("--plot", type=Path, metavar="FILE", help="draw the result: png, svg or pdf; needs matplotlib (default: no)")
+    text = "draw the result: png, svg or pdf, a bare name into --out-dir;\nneeds matplotlib (default: no)"
+    add("--plot", type=Path, metavar="FILE", help=text)
     add("--quiet", action="store_true", help="no progress on stderr (default: show it)")
-    diff_help = (
-        "train nothing; compare bench_report.json in --out-dir with REPORT;\nstatus 0 same, 1 differs, 2 trouble"
-    )
-    add("--diff", type=Path, metavar="REPORT", help=diff_help)
-    add("--rtol", type=real, metavar="X", help="relative tolerance of measured fields in --diff (default: 0)")
+    add("--version", action="store_true", help="print the versions of script and libraries, and exit")
+    add = parser.add_argument_group("comparison of two reports (trains nothing)").add_argument
+    text = "compare bench_report.json in --out-dir with REPORT;\nstatus 0 same, 1 differs, 2 trouble"
+    add("--diff", type=Path, metavar="REPORT", help=text)
+    add("--rtol", type=real, metavar="X", help="relative tolerance of measured fields (default: 0)")
+    add("--all", action="store_true", help="list all fields, not only those that differ")
+    add("--conclusions", action="store_true", help="let the status say whether the conclusions are the same")
     return parser
-
-
-def distinct(option: str, values: Sequence[Any] | None) -> None:
-    """Raise UsageError where an option's list names a value twice."""
-    for index, value in enumerate(values or ()):
-        if value in values[:index]:
-            name = "+".join(map(str, value)) if isinstance(value, tuple) else value
-            raise UsageError(f"argument {option}: {name} is given twice")
 
 
 def config_from(options: argparse.Namespace) -> Config:
     """Turn options into the experiment's configuration.  Raises UsageError where they contradict each other."""
-    distinct("--lrs", options.lrs)
-    distinct("--h", options.h)
-    changes: dict[str, Any] = {"seeds": tuple(range(2)), "epochs": 2} if options.smoke else {}
-    named = {"seeds": options.seeds, "epochs": options.epochs, "dtype": options.dtype}
-    named |= {"lrs": options.lrs and tuple(options.lrs), "hs": options.h and tuple(options.h)}
-    changes |= {name: value for name, value in named.items() if value is not None}
+    changes: dict[str, Any] = {"seeds": (0, 1), "epochs": 2} if options.smoke else {}
+    for each in dataclasses.fields(Config):
+        value = getattr(options, each.name, None)
+        if value is not None:
+            changes[each.name] = tuple(value) if isinstance(value, list) else value
+            twice = [v for i, v in enumerate(value) if v in value[:i]] if isinstance(value, list) else []
+            if twice:
+                text = "+".join(map(str, twice[0])) if isinstance(twice[0], tuple) else twice[0]
+                raise UsageError(f"argument {each.metadata['flag']}: {text} is given twice")
+    if "auto" in changes.get("lrs", ()):
+        if len(changes["lrs"]) > 1:
+            raise UsageError("argument --lrs: auto stands alone")
+        changes |= {"lrs": Config.lrs, "lr_search": "auto"}
     count = len(changes.get("seeds", Config.seeds))
-    if (options.sweep_seeds or 0) > count:
-        raise UsageError(f"argument --sweep-seeds: {options.sweep_seeds} is more than the {count} seeds")
-    changes["sweep_seeds"] = options.sweep_seeds or min(Config.sweep_seeds, count)
-    changes["track"] = options.track
-    if options.track not in TRACKS:
-        if not options.track.endswith(".py"):
-            raise UsageError(f"argument --track: {show(options.track)} is neither of {', '.join(TRACKS)} nor FILE.py")
-        changes["track"] = existing_file("--track", options.track)
-    if options.idea != "kinetic":
-        path, name = split_idea(options.idea)
+    if changes.setdefault("sweep_seeds", min(Config.sweep_seeds, count)) > count:
+        raise UsageError(f"argument --sweep-seeds: {changes['sweep_seeds']} is more than the {count} seeds")
+    track, (path, name) = changes.get("track", Config.track), split_idea(changes.get("idea", ""))
+    if track not in TRACKS:
+        if not track.endswith(".py"):
+            raise UsageError(f"argument --track: {show(track)} is neither of {', '.join(TRACKS)} nor FILE.py")
+        read_file("--track", Path(track))
+        changes["track"] = str(Path(track).absolute())
+    if changes.get("idea", Config.idea) not in LAYERS:
         if not path.endswith(".py") or not name.isidentifier():
-            raise UsageError(f"argument --idea: {show(options.idea)} is not FILE.py:Class")
-        changes["idea"] = f"{existing_file('--idea', path)}:{name}"
+            raise UsageError(f"argument --idea: {show(changes['idea'])} is not FILE.py:Class")
+        read_file("--idea", Path(path))
+        changes["idea"] = f"{Path(path).absolute()}:{name}"
     return Config(**changes)
 
 
-def existing_file(option: str, name: str) -> str:
-    """Return the absolute path of a file that can be read.  Raises UsageError where there is none."""
-    path = Path(name).absolute()
+def option_words(config: Config) -> str:
+    """Return the options that give this configuration, without a path of this machine."""
+    words, first, count = [], config.seeds[0], len(config.seeds)
+    usual = dataclasses.replace(Config(), sweep_seeds=min(Config.sweep_seeds, count))
+    shown = {
+        "seeds": f"{first}:{first + count}" if first else str(count),
+        "lrs": "auto" if config.lr_search == "auto" else " ".join(map(repr, config.lrs)),
+        "hs": " ".join("+".join(map(repr, h)) for h in config.hs),
+        "track": file_name(config.track),
+        "idea": file_name(config.idea),
+    }
+    for each in dataclasses.fields(Config):
+        changed = getattr(config, each.name) != getattr(usual, each.name)
+        if "flag" in each.metadata and (changed or (each.name == "lrs" and config.lr_search == "auto")):
+            words.append(f"{each.metadata['flag']} {shown.get(each.name, getattr(config, each.name))}")
+    return show(" ".join(words))
+
+
+def read_file(flag: str, path: Path) -> bytes:
+    """Return a user's file.  Raises UsageError where it can't be read, or is a pipe, which nobody may ever fill."""
     try:
-        path.read_bytes()
+        if path.exists() and not path.is_file():
+            raise OSError(0, "is not a regular file")
+        return path.read_bytes()
     except (OSError, ValueError) as error:
-        raise UsageError(f"argument {option}: {show(name)}: {getattr(error, 'strerror', error)}") from None
-    return str(path)
-
-
-def check_track(config: Config) -> tuple[int, int]:
-    """Return the tokens' shape (channel, time); of a custom track, check every seed's splits for equal shapes."""
-    if config.track in TRACKS:
-        return BUILT_IN_CHANNELS, config.length
-    expected: dict[str, tuple[int, ...]] = {}
-    for seed in config.seeds:
-        for split in ("train", "test", "val"):
-            tokens, targets = custom_split(config.track, seed, split)
-            if expected.setdefault(split, tokens.shape) != tokens.shape or tokens.shape[1:] != expected["train"][1:]:
-                wanted = expected[split] if tokens.shape != expected[split] else expected["train"]
-                raise UsageError(
-                    f"{config.track}: make({seed}, {split!r}): tokens have shape {tokens.shape} after {wanted}; "
-                    "all seeds need equal shapes, and all splits equal T and C"
-                )
-            if split == "train" and np.ptp(targets) == 0:
-                raise UsageError(f"{config.track}: make({seed}, 'train'): the targets are all equal; nothing to learn")
-    return expected["train"][2], expected["train"][1]
-
-
-def check_idea(config: Config, shape: tuple[int, int]) -> None:
-    """Try the user's layer on real tokens, for every step size and the placebo's 0.
-
-    Raises UsageError where it cannot be built, has no parameters, leaves one unused, changes shape or dtype, is not
-    finite, gives two answers to one question, or mixes the sequences of a batch.
-    """
-    if config.idea == "kinetic":
-        return
-    small = config if config.track not in TRACKS else dataclasses.replace(config, sizes=(4, 1, 1))
-    tokens = build_dataset(small, config.seeds[0]).tokens["train"][..., :4].permute(2, 1, 0).contiguous()
-    for h in sorted({0.0, *sum(config.hs, ())}):
-        where = f"{config.idea} with (channels={shape[0]}, length={shape[1]}, h={h})"
-        try:
-            module = build_modules(config, config.seeds[0], [h], shape)[0]
-            problem = layer_problem(module, tokens)
-        except UsageError:
-            raise
-        except Exception as error:
-            raise UsageError(f"{where}: {one_line(error)}") from error
-        if problem:
-            raise UsageError(f"{where}: {problem}")
-
-
-def layer_problem(module: torch.nn.Module, tokens: Tensor) -> str:
-    """Return what is wrong with a layer on tokens (batch, time, channel), or ""."""
-    named = [(name, value) for name, value in module.named_parameters() if value.requires_grad]
-    if not named or len(named) != len(list(module.parameters())):
-        return "has no parameters, or frozen ones"
-    out = module(tokens.clone())
-    if not isinstance(out, Tensor) or out.shape != tokens.shape or out.dtype != tokens.dtype:
-        what = f"{tuple(out.shape)} {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
-        return f"turns tokens {tuple(tokens.shape)} {tokens.dtype} into {what}"
-    if not torch.isfinite(out).all():
-        return "gives NaN or infinity"
-    if not torch.equal(out, module(tokens.clone())):
-        return "gives two answers for the same tokens (dropout, or a state it keeps?)"
-    if not torch.allclose(out[:1], module(tokens[:1].clone())):
-        return "mixes the sequences of a batch (batch normalisation?)"
-    if not out.requires_grad:
-        return "has parameters, but its output does not depend on them"
-    grads = torch.autograd.grad(out.sum(), [value for _, value in named], allow_unused=True)
-    unused = [name for (name, _), grad in zip(named, grads, strict=True) if grad is None]
-    return f"never uses its parameter {unused[0]}" if unused else ""
+        raise UsageError(f"argument {flag}: {show(str(path))}: {getattr(error, 'strerror', error)}") from None
 
 
 def check_folder(folder: Path) -> None:
     """Make the output folder and try it.  Raises UsageError where the files could not be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with contextlib.suppress(InterruptedError), new_file(folder / "trial"):
+            raise InterruptedError  # it could be written: leave nothing
     except OSError as error:
         raise UsageError(f"argument --out-dir: {show(str(folder))}: {error.strerror}") from None
-    for name in (REPORT, OUTPUT, JOURNAL):
-        if (folder / name).is_dir():
-            raise UsageError(f"argument --out-dir: {show(str(folder / name))} is a folder")
+    for name, wanted in ((REPORT, Path.is_file), (OUTPUT, Path.is_file), (STORE, Path.is_dir)):
+        if (folder / name).exists() and not wanted(folder / name):
+            raise UsageError(f"argument --out-dir: {show(str(folder / name))} is in the way")
 
 
-def check_plot(path: Path | None, folder: Path) -> None:
+def check_plot(path: Path, folder: Path) -> None:
     """Raise UsageError where --plot could not be drawn or written at the end; the output folder is made later."""
-    if path is None:
-        return
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"argument --plot: {show(str(path))} does not end in .png, .svg or .pdf")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("argument --plot: needs matplotlib, which is not installed: pip install matplotlib")
+    try:
+        from matplotlib import pyplot
+
+        pyplot.switch_backend("agg")
+    except ModuleNotFoundError:
+        raise UsageError("argument --plot: needs matplotlib, which is not installed: pip install matplotlib") from None
+    except Exception as error:  # a backend or style that it can't use
+        raise UsageError(f"argument --plot: matplotlib fails: {one_line(error)[:200]}") from None
     in_place = os.access(path.parent, os.W_OK) or path.parent.absolute() == folder.absolute()
     if os.path.isdir(path) or len(os.fsencode(path.name)) > 255 or not in_place:
         raise UsageError(f"argument --plot: {show(str(path))} cannot be written")
-
-
-def option_words(options: argparse.Namespace, config: Config) -> str:
-    """Return the options that the result depends on, as typed, without a path of this machine."""
-    words = ["--smoke"] if options.smoke else []
-    if options.seeds:
-        first, last = options.seeds[0], options.seeds[-1] + 1
-        words += ["--seeds", f"{first}:{last}" if first else str(last)]
-    words += ["--sweep-seeds", str(options.sweep_seeds)] if options.sweep_seeds else []
-    words += ["--lrs", *map(repr, options.lrs)] if options.lrs else []
-    words += ["--h", *("+".join(map(repr, h)) for h in options.h)] if options.h else []
-    words += ["--epochs", str(options.epochs)] if options.epochs else []
-    words += ["--track", Path(config.track).name] if config.track != Config.track else []
-    words += ["--idea", Path(config.idea).name] if config.idea != Config.idea else []
-    words += ["--dtype", config.dtype] if config.dtype != Config.dtype else []
-    return show(" ".join(words))
-
-
-class Progress:
-    """Progress on stderr with an estimate of the time left: a live line on a terminal, else a line now and then."""
-
-    INTERVAL = 10.0  # seconds between plain lines
-
-    def __init__(self, total: int, quiet: bool) -> None:
-        self.total, self.done, self.trained, self.start = total, 0, 0, time.monotonic()
-        self.shown, self.width = self.start, 0
-        self.out = None if quiet else sys.stderr
-        self.live = self.out is not None and self.out.isatty()
-        if self.live:
-            self._write(f"\r{self.text()}")
-
-    def text(self) -> str:
-        """Return the line."""
-        elapsed = time.monotonic() - self.start
-        left = f", {elapsed / self.trained * (self.total - self.done):.0f} s left" if self.trained else ""
-        return f"{self.done} of {self.total} runs, {elapsed:.0f} s{left if self.done < self.total else ''}"
-
-    def advance(self, count: int, recalled: bool = False) -> None:
-        """Count finished runs and show it, if it is time."""
-        self.done += count
-        self.trained += 0 if recalled else count
-        if self.live:
-            line = self.text()
-            self._write(f"\r{line:<{self.width}}")
-            self.width = len(line)
-        elif time.monotonic() - self.shown >= self.INTERVAL:
-            self.shown = time.monotonic()
-            self._write(f"stage2_bench: {self.text()}\n")
-
-    def close(self) -> None:
-        """Clear the live line."""
-        if self.live:
-            self._write(f"\r{'':<{max(self.width, 40)}}\r")
-
-    def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            if self.out is not None:
-                self.out.write(text)
-                self.out.flush()
 
 
 def emit(text: str) -> bool:
@@ -2775,98 +3047,56 @@ def signals_raise() -> Iterator[None]:
             signal.signal(each, signal.SIG_DFL if handler is None else handler)
 
 
-def choose_backend(options: argparse.Namespace, config: Config) -> tuple[Alone, int]:
-    """Return what completes the runs, and how many do it at once: torchrun's ranks, worker processes, or this one.
+def execute(config: Config, options: argparse.Namespace, folder: Path, data: Mapping[int, str], placebo: bool) -> Any:
+    """Run the benchmark on torchrun's ranks, on worker processes, or in this one.
 
-    Forking is fastest and safe while no thread pool has started: as a script on Linux, without a user's code.
+    Returns the arms, whether this process is to write, and the number of processes at work.  Forking is fastest and
+    safe while no thread pool has started: as a script on Linux, without a user's code.
     """
-    if torch.distributed.is_available() and torch.distributed.is_torchelastic_launched():
+    ranks = None
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if options.jobs:
             raise UsageError("argument --jobs: not under torchrun, whose ranks do the work (--nproc-per-node)")
-        return Ranks(config), int(os.environ["WORLD_SIZE"])
-    jobs = min(options.jobs or available_cpus(), count_runs(config))
-    if jobs == 1:
-        return Alone(config), 1
-    built_in = config.track in TRACKS and config.idea == "kinetic"
-    return WorkerPool(config, jobs, fork=__name__ == "__main__" and sys.platform == "linux" and built_in), jobs
+        ranks = Ranks()
+    writes = ranks is None or ranks.rank == 0
+    if writes:
+        check_folder(folder)
+    runs = sum(map(len, grids(config, config.lrs).values())) * config.sweep_seeds  # at once, of the sweep
+    jobs = ranks.size if ranks else min(options.jobs or available_cpus(), max(runs, 3 * len(config.seeds)))
+    store = Store(config, folder, options.resume, data)
+    progress = Progress(None if options.quiet or not writes else sys.stderr)
+    fork = __name__ == "__main__" and sys.platform == "linux" and config.track in TRACKS and config.idea in LAYERS
+    if ranks:
+        backend = ranks.working(progress)
+    elif jobs == 1 or not (fork or Path(__file__).is_file()):  # a worker that is spawned must find the script
+        backend = alone(progress)
+    else:
+        backend = workers(progress, jobs, fork)
+    with backend as over:
+        return benchmark(config, Execution(config, store, over, jobs, progress, ranks), placebo), writes, jobs
 
 
-def count_runs(config: Config) -> int:
-    """Return how many trainings a benchmark has, at the most."""
-    rows = {row for grid in grids(config).values() for row in grid}
-    return len(rows) * config.sweep_seeds + 3 * (len(config.seeds) - config.sweep_seeds)
-
-
-def execute(config: Config, options: argparse.Namespace, folder: Path) -> tuple[Outcome, bool, int]:
-    """Run the benchmark on the chosen backend, with journal and progress.
-
-    Returns the outcome, whether this process is to write it, and the number of processes at work.
-    """
-    backend, jobs = choose_backend(options, config)
-    with backend:
-        writes = not isinstance(backend, Ranks) or backend.rank == 0
-        if writes:
-            check_folder(folder)
-        journal = Journal(config, folder, options.resume and writes)
-        if isinstance(backend, Ranks):
-            journal.known = backend.gather(journal.known)[0]
-        if journal.skipped:
-            complain(
-                f"warning: {journal.path}: {journal.skipped} torn or corrupt lines skipped; those runs train again"
-            )
-        progress = Progress(count_runs(config), options.quiet or not writes)
-        counted: set[Run] = set()
-
-        def count(found: Iterable[Run], recalled: bool) -> None:
-            fresh = set(found) - counted
-            counted.update(fresh)
-            progress.advance(len(fresh), recalled)
-
-        def recall(run: Run) -> Record | None:
-            record = journal.recall(run)
-            count([run] if record else [], recalled=True)
-            return record
-
-        def on_records(found: dict[Run, Record]) -> None:
-            if writes:
-                journal.append(found)
-            count(found, recalled=False)
-
-        try:
-            return benchmark(config, Execution(config, backend, jobs, recall, on_records)), writes, jobs
-        finally:
-            progress.close()
-
-
-def machine_line(jobs: int) -> str:
-    """Return the machine and the libraries in one line, without its name."""
-    libraries = f"Python {platform.python_version()}, " + ", ".join(
-        f"{module.__name__} {module.__version__}" for module in (torch, np, scipy)
-    )
-    return f"{platform.system()} {platform.machine()}, {available_cpus()} CPUs, {jobs} processes; {libraries}"
-
-
-def run(options: argparse.Namespace) -> int:
+def benchmark_command(options: argparse.Namespace) -> int:
     """Check everything, run the benchmark, write and print its results.  Returns the exit status."""
     start = time.monotonic()
-    if options.rtol is not None:
-        raise UsageError("argument --rtol: goes with --diff")
-    config = config_from(options)
-    folder = output_folder(options)
-    check_plot(options.plot, folder)
-    shape = check_track(config)
-    check_idea(config, shape)
-    outcome, writes, jobs = execute(config, options, folder)
+    for flag in ("rtol", "all", "conclusions"):
+        if getattr(options, flag) not in (None, False):
+            raise UsageError(f"argument --{flag}: goes with --diff")
+    config, folder, plot = config_from(options), output_folder(options), options.plot
+    plot = folder / plot if plot and plot.parent == Path() else plot  # a bare name goes beside the report
+    if plot:
+        check_plot(plot, folder)
+    data, reason = check_track(config), check_idea(config)
+    arms, writes, jobs = execute(config, options, folder, data, reason is None)
     if not writes:
         return 0
-    report = build_report(config, outcome, shape)
-    words, seconds = option_words(options, config), time.monotonic() - start
-    log = build_log(config, report, words, machine_line(jobs), seconds)
-    write_files(folder, {REPORT: to_json(report), OUTPUT: log})
-    if options.plot:
-        draw(report, options.plot)
-    well = emit(log)
-    everything_diverged = all(score is None for score in outcome.baseline.scores + outcome.idea.scores)
+    report = build_report(config, arms, reason)
+    output = build_output(config, report, jobs, time.monotonic() - start)
+    write_files(folder, {REPORT: to_json(report), OUTPUT: output})
+    well = emit(build_log(config, report))
+    if plot:
+        draw(config, report, plot)
+    everything_diverged = all(score is None for name in ("baseline", "idea") for score in arms[name].scores)
     return 0 if well and not everything_diverged else 1
 
 
@@ -2875,13 +3105,14 @@ def output_folder(options: argparse.Namespace) -> Path:
     return options.out_dir or Path("stage2_smoke" if options.smoke else ".")
 
 
-def diff(options: argparse.Namespace) -> int:
+def diff_command(options: argparse.Namespace) -> int:
     """Compare the report in --out-dir with another.  Returns the exit status of diff(1)."""
     with np.errstate(all="ignore"):  # a foreign report may hold any number
-        theirs, ours = load_report(options.diff), load_report(output_folder(options) / REPORT)
+        theirs, ours = (Side.load(path, Config()) for path in (options.diff, output_folder(options) / REPORT))
         rows = compare_reports(theirs, ours, options.rtol or 0.0)
-    emit("\n".join(diff_lines(rows)) + "\n")
-    return int(any(row[3].startswith("DIFFERS") for row in rows))
+        emit("\n".join(diff_lines(theirs, ours, rows, options.all)) + "\n")
+    statuses = [row[3] for row in (conclusions(theirs, ours) if options.conclusions else rows)]
+    return int(any(status.startswith("DIFFERS") for status in statuses))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -2891,9 +3122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             out.reconfigure(errors="backslashreplace")
     torch.set_num_threads(1)
     try:
-        with signals_raise():
+        with signals_raise(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             options = build_parser().parse_args(argv)
-            return diff(options) if options.diff else run(options)
+            if options.version:
+                return 0 if emit(f"stage2_bench {VERSION}; {versions()}\n") else 1
+            return diff_command(options) if options.diff else benchmark_command(options)
     except UsageError as error:
         complain(f"error: {error}")
         return 2
@@ -2901,9 +3135,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(f"error: {error}")
         return 1
     except Interrupted as stop:
-        complain(f"stopped by {signal.Signals(stop.number).name}; finished runs are kept, --resume goes on")
-        return 128 + stop.number
+        complain(f"stopped by {signal.Signals(stop.args[0]).name}; what was trained is kept, --resume goes on")
+        return 128 + stop.args[0]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if "RANK" in os.environ and threading.active_count() > 1:  # a thread still waits for a lost rank: leave without it
+        os._exit(status)
+    sys.exit(status)
