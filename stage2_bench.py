@@ -454,7 +454,7 @@ def uniform(rng: np.random.Generator, fan: int, *shape: int) -> np.ndarray:
 
 
 class KineticLayer(nn.Module):
-    """u + g * (W_m K(u) + b_m) with the gate g = sigmoid(W_g u + b_g), by token and channel.
+    """W_m ((1 - g) * u + g * K(u)) + b_m with the gate g = sigmoid(W_g u + b_g), by token and channel.
 
     K is one Lie-Trotter step of size h of the Kolmogorov operator d_xx + x d_y on the (token x, channel y) grid, both
     axes periodic: first diffusion along the tokens, then transport along the channels (Kolmogorov 1934).  Tokens u are
@@ -464,11 +464,13 @@ class KineticLayer(nn.Module):
     prediction = "x Fourier attenuation approximately exp(-h*k^2) and transport displacement proportional to h*x"
     judged: ClassVar = {"fourier_attenuation": "attenuation_relative_error"}  # what decides `confirmed`: its error
     mode = 3  # Fourier mode of the attenuation signature
+    gate_bias = -2.5  # where the gate's bias starts: g is about 0.08
 
     def __init__(self, channels: int, length: int, h: float) -> None:
         super().__init__()
         self.h = h
         self.gate, self.mix = nn.Linear(channels, channels), nn.Linear(channels, channels)
+        nn.init.constant_(self.gate.bias, self.gate_bias)
         self.register_buffer("transport", torch.from_numpy(transport_matrix(length, channels, h)).to(self.mix.weight))
         self.register_buffer("diffusion", self.mix.weight.new_empty(length, length))
         self.place(None)
@@ -482,6 +484,7 @@ class KineticLayer(nn.Module):
         """Draw the initial weights from the run's own stream."""
         for weight in (self.gate.weight, self.gate.bias, self.mix.weight, self.mix.bias):
             weight.data.copy_(torch.from_numpy(uniform(rng, len(self.mix.bias), *weight.shape)))
+        nn.init.constant_(self.gate.bias, self.gate_bias)
 
     def operator(self, u: Tensor) -> Tensor:
         """Return K(u)."""
@@ -490,7 +493,7 @@ class KineticLayer(nn.Module):
 
     def forward(self, u: Tensor) -> Tensor:
         """Return the mixed tokens."""
-        return u + torch.sigmoid(self.gate(u)) * self.mix(self.operator(u))
+        return self.mix(torch.lerp(u, self.operator(u), torch.sigmoid(self.gate(u))))  # lerp(u, k, g) = (1 - g) u + g k
 
     def signature(self, tokens: Tensor) -> dict[str, float]:
         """Return what the mechanism predicts, and what the layer does to these tokens (section 9)."""
@@ -1225,7 +1228,7 @@ def verdict(pairs: Pairs, seeds: Sequence[int], predict_mean: float | None = Non
 def kinetic_signature(layer: KineticLayer, tokens: Tensor) -> tuple[float, float]:
     """Measure attenuation a(3) / a(0) and displacement of a layer, its gates frozen at their values on tokens.
 
-    tokens (sequences, token, channel).  Attenuation is that of the kinetic branch g * W_m K(e) for cosine waves e in
+    tokens (sequences, token, channel).  Attenuation is that of the kinetic branch W_m (g * K(e)) for cosine waves e in
     each channel, by power; displacement is that of a unit impulse in channel 0 at token T // 2 through the whole layer,
     in channels.  NaN where T < 6 (attenuation) or C < 3 (displacement).
     """
@@ -1236,13 +1239,12 @@ def kinetic_signature(layer: KineticLayer, tokens: Tensor) -> tuple[float, float
     def power(k: int) -> float:
         wave, analysis = wave_and_analysis(k, length, layer.angles)
         moved = (diffusion @ wave)[:, None, None] * transport  # K(e): token, channel, the wave's channel
-        response = np.einsum("de,xec->xdc", mix, moved)
-        coefficient = np.einsum("nxd,xdc,x->ndc", gate, response, analysis, optimize=True)
+        coefficient = mix @ np.einsum("nxe,xec,x->nec", gate, moved, analysis, optimize=True)
         return float(np.square(np.abs(coefficient)).mean(0).sum() / np.abs(wave @ analysis) ** 2)
 
     attenuation = math.sqrt(power(layer.mode) / power(0)) if length >= 2 * layer.mode else math.nan
     x, impulse, g = length // 2, np.eye(channels)[0], gate[:, length // 2].mean(0)
-    response = impulse + g * (mix @ (diffusion[x, x] * transport[x] @ impulse))
+    response = mix @ ((1 - g) * impulse + g * (diffusion[x, x] * transport[x] @ impulse))
     return attenuation, displacement(response) if channels >= 3 else math.nan
 
 
