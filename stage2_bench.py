@@ -60,7 +60,9 @@ import multiprocessing
 import platform
 import re
 import secrets
+import shlex
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -1437,9 +1439,7 @@ def train_runs(config: Config, store: Store, group: Group, tick: Callable[[int],
     runs, states = zip(*group, strict=True)
     for seed in {run.seed for run in runs} & set(store.data):  # hash(), for instance, answers otherwise elsewhere
         if build_dataset(config, seed).digest(*SPLITS) != store.data[seed]:
-            raise RunError(
-                f"{config.track}: make({seed}, ...) answers otherwise in another process: seed its randomness"
-            )
+            raise RunError(f"{config.track}: make({seed}, ...) differs in another process: seed its randomness")
     with computing(config):
         training, saved = Training(Model(config, runs), states if states[0] else None), time.monotonic()
         for epoch in training.run():
@@ -1452,8 +1452,8 @@ def train_runs(config: Config, store: Store, group: Group, tick: Callable[[int],
 
 
 def probe_runs(config: Config, store: Store, group: Group, tick: Callable[[int], None]) -> dict[Run, dict[str, Any]]:
-    """Measure finished runs: closed loop; the floors and facts of a baseline's data; an idea's signature, before training
-    too, and its knockout."""
+    """Measure finished runs: the closed loop, of a baseline the floors and facts of its data, of an idea its signature,
+    before training too, and its knockout."""
     runs, states = zip(*group, strict=True)
     with computing(config):
         model = Training(Model(config, runs), states).model
@@ -1728,16 +1728,16 @@ def available_cpus() -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 REPORT, OUTPUT, STORE = "bench_report.json", "stage2_output.txt", ".stage2_runs"
-# The classes of a report's fields, by a name on their way.  Contract: what was run, with what, in which form; must be
-# equal.  Measured: numbers from training; compared within --rtol.  All others are derived: `derive` makes them from
-# these two, so they must follow from their own report, and need not be equal.
-CONTRACT = {
-    *("bench_version", "track", "model", "metric_direction", "n_seeds", "n", "cfg", "union_lr_grid", "prediction"),
-    *("parameter_parity", "custom_track", "options", "data", "epoch", "horizon", "validation_choice", "reason"),
-    *("diverged_seeds", "parameters"),
-}
+# The classes of a report's fields, by a name on their way.  Measured: numbers from training, compared within --rtol.
+# Derived: what `derive` makes of the others; must follow from their own report, and need not be equal.  All others are
+# contract: what was run, with what, in which form; must be equal.
 MEASURED = {
     *("per_seed", "sweep", "idea_sweep", "isolated_mechanism", "transport_confirmed", "mechanism_untrained", "floor"),
+}
+DERIVED = {
+    *("best_cfg", "best_idea_cfg", "mean", "std", "comparison", "attenuation_relative_error", "confirmed", "best"),
+    *("beaten_by", "statistics", "edge", "h_edge", "configurations", "agrees", "flagged", "p_exact", "p_holm", "ratio"),
+    *("still_learning", "versus_baseline", "versus_idea"),
 }
 
 
@@ -1780,7 +1780,7 @@ def derive(report: dict[str, Any], config: Config) -> dict[str, Any]:
     report["baseline"]["best_cfg"] = best_config(report["baseline"]["sweep"])
     report["baseline"]["union_lr_grid"] = list(dict.fromkeys(row["cfg"]["lr"] for row in report["baseline"]["sweep"]))
     report["best_idea_cfg"] = best_config(report["idea_sweep"])
-    predict_mean = extra["floors"]["predict_mean"]["mean"] if extra else None
+    predict_mean = (extra["floors"]["predict_mean"] or {}).get("mean") if extra else None
     text = verdict(pairs, range(start, start + len(pairs.first)), predict_mean)
     report["comparison"] = {
         "delta_mean": pairs.delta_mean,
@@ -1807,9 +1807,10 @@ def derive_extensions(report: Mapping[str, Any], pairs: Pairs) -> None:
     blocks = {name: extra["floors"][name] for name in FLOOR_NAMES if extra["floors"][name]}
     for block in blocks.values():
         block["mean"] = mean_of(block["per_seed"])
-    best = min(blocks, key=lambda name: blocks[name]["mean"])
-    extra["floors"]["best"], floor = best, mean_of(blocks["predict_mean"]["per_seed"][:sweep_seeds])
-    extra["floors"]["beaten_by"] = [n for n, mean in means.items() if mean is not None and mean < blocks[best]["mean"]]
+    extra["floors"]["best"] = best = min(blocks, key=lambda name: blocks[name]["mean"], default=None)
+    known = [name for name, mean in means.items() if best and mean is not None]
+    extra["floors"]["beaten_by"] = [name for name in known if means[name] < blocks[best]["mean"]]
+    floor = mean_of(blocks["predict_mean"]["per_seed"][:sweep_seeds]) if "predict_mean" in blocks else math.inf
     extra["statistics"] = {
         "p_exact": pairs.p_exact,
         "p_floor": 2.0 ** (1 - len(pairs.first)),
@@ -1996,7 +1997,9 @@ def write_files(folder: Path, texts: Mapping[str, str]) -> None:
     try:
         with contextlib.ExitStack() as stack:
             for name, text in texts.items():
-                stack.enter_context(new_file(folder / name)).write(text.encode())
+                file = stack.enter_context(new_file(folder / name))
+                file.write(text.encode())
+                file.flush()  # all are on the disk before the first is renamed
     except OSError as error:
         what = f"cannot write {', '.join(texts)} in {folder}"
         raise RunError(f"{what}: {error.strerror}; older files are whole") from None
@@ -2026,10 +2029,14 @@ class Side:
                 raise ValueError(f"holds {token[:24]}, which is not a JSON number of this format")
             return float(token)
 
+        def integer(token: str) -> float:
+            return int(token) if len(token) < 16 else finite(token)
+
         where = f"argument --diff: {show(str(path))}"
         try:
             text = read_file("--diff", path).decode("utf-8")
-            report = json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=unique)
+            report = json.loads(text, parse_constant=finite, parse_float=finite, parse_int=integer,
+                                object_pairs_hook=unique)  # fmt: skip
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{where}: not a JSON report: {show(' '.join(str(error).split()))[:200]}") from None
         version = report.get("bench_version") if isinstance(report, dict) else None
@@ -2092,12 +2099,16 @@ def field_status(path: str, theirs: Side, ours: Side, rtol: float) -> str:
     a, b, names = theirs.leaves[path], ours.leaves[path], set(re.split(r"[.\[]", path))
     if same(a, b):
         return "same"
-    if names & CONTRACT or any(name.startswith("predicted_") for name in names):
-        return "DIFFERS"
-    if names & MEASURED or path.endswith(".predict_mean") or any(name.startswith("observed_") for name in names):
+    loop_floor = path.startswith("extensions.rollout") and path.endswith(".predict_mean")
+    if (
+        (names & MEASURED and not names & {"cfg", "h"})
+        or loop_floor
+        or any(name.startswith("observed_") for name in names)
+    ):
         close = is_number(a) and is_number(b) and abs(b - a) <= rtol * max(abs(a), abs(b))
         return "within rtol" if close else "DIFFERS"
-    return "derived"
+    mean_of_arm = re.fullmatch(r"extensions\.(learning_curve|rollout)\[\d+\]\.(baseline|idea|placebo)", path)
+    return "derived" if names & DERIVED or mean_of_arm else "DIFFERS"
 
 
 def compare_reports(theirs: Side, ours: Side, rtol: float) -> list[tuple[str, Any, Any, str]]:
@@ -2238,7 +2249,7 @@ def caveats(report: Mapping[str, Any], config: Config) -> list[tuple[str, str]]:
         floor = (extra["floors"][name] or {}).get("mean")
         if None not in (floor, *means) and min(means) > floor:
             worse.append(f"{text} ({brief(floor)}{f', {brief(min(means) / floor)} times' if floor else ''})")
-    tag = f"both worse than {FLOOR_NAMES[extra['floors']['best']]}"
+    tag = f"both worse than {FLOOR_NAMES.get(extra['floors']['best'])}"
     say(worse, tag, f"Both models are worse than {and_list(worse or [''])}.")
     learning, rows = [name for name in ARMS[:2] if extra["still_learning"][name]], extra["learning_curve"]
     half = [row for row in rows if row["epoch"] <= rows[-1]["epoch"] / 2][-1:]
@@ -2255,7 +2266,10 @@ def caveats(report: Mapping[str, Any], config: Config) -> list[tuple[str, str]]:
     side, sets, overlap = chosen["idea"]["h_edge"], extra["data"]["distinct_test_sets"], extra["data"]["test_in_train"]
     say(side, f"best h at the {side} edge", f"The best step h is at the {side} edge of those tried.")
     tag = "one test set for all seeds" if sets == 1 else f"only {sets} different test sets for {n} seeds"
-    say(sets < n, tag, f"There is {tag}: p then speaks of initialisation and batch order, not of new data.")
+    text = (
+        f"There {'is' if sets == 1 else 'are'} {tag}: p then speaks of initialisation and batch order, not of new data."
+    )
+    say(sets < n, tag, text)
     text = f"Train and test overlap: {100 * overlap:.3g} % of the test sequences are trained on."
     say(overlap, "train and test overlap", text)
     exact, sampled = extra["statistics"]["p_exact"], block["p_value"]
@@ -2303,7 +2317,7 @@ def verdict_sentence(report: Mapping[str, Any], config: Config) -> str:
     block, first, second = report["comparison"], report["baseline"]["full"]["mean"], report["idea"]["mean"]
     means = f"the idea's mean test MSE is {brief(second)}, the baseline's {brief(first)}"
     if block["verdict"].startswith("not judged"):
-        floor = brief(report["extensions"]["floors"]["predict_mean"]["mean"])
+        floor = brief((report["extensions"]["floors"]["predict_mean"] or {}).get("mean"))
         head = f"{block['verdict']} ({means}; predicting the mean has {floor})."
     else:
         times, won = f" ({brief(second / first)} times)" if first else "", f"{block['idea_wins']} of {block['n_pairs']}"
@@ -2321,6 +2335,8 @@ def limitations(report: Mapping[str, Any], config: Config) -> list[str]:
     sentences = [f"One track ({show(report['track'])}), {gru}, {extra['options']['epochs']} epochs."]
     sentences += [sentence for _, sentence in caveats(report, config)]
     limit = f"{n} pairs: no exact p below {brief(floor)} is possible."
+    if n > config.exact_pairs:
+        limit = f"{n} pairs: p is sampled, none below {brief(1 / (config.flips + 1))} can be told."
     if floor >= config.significance:
         limit = f"{n} pairs cannot reach p < {config.significance}: the smallest possible p is {brief(floor)}."
     sentences.append(limit)
@@ -2335,11 +2351,11 @@ def limitations(report: Mapping[str, Any], config: Config) -> list[str]:
         sentences.append("The idea offers no mechanism signature.")
     elif "prediction" in block:
         before = brief(extra["mechanism_untrained"]["observed_fourier_attenuation"])
-        sentences += [
-            f"The attenuation is {brief(block['observed_fourier_attenuation'])} after and {before} before training: it "
-            "says that the operator is built as predicted, not that training uses it (the knockout does).",
-            "The transport displacement of the whole layer is confounded by gate and mixing.",
-        ]
+        after = brief(block["observed_fourier_attenuation"])
+        text = f"The attenuation is {after} after and {before} before training: it says that the operator is built as "
+        known = block["observed_fourier_attenuation"] is not None
+        sentences += [f"{text}predicted, not that training uses it (the knockout does)."] if known else []
+        sentences.append("The transport displacement of the whole layer is confounded by gate and mixing.")
     return sentences
 
 
@@ -2420,7 +2436,7 @@ def build_log(config: Config, report: Mapping[str, Any]) -> str:
         f"Sweep (mean over {config.sweep_seeds} seeds, target variance = 1)": sweep_lines(report, config),
         f"Pairs (test MSE of {parity['baseline']} and {parity['idea']} parameters)": pair_lines(report, config),
         "Floors (test MSE of what needs no network)": [
-            *table(floor_rows),
+            *table(floor_rows or [("none can be told", "")]),
             f"better than the best floor: {and_list(extra['floors']['beaten_by'] or ['none of the models'])}",
         ],
         f"Learning curve (MSE on the first {config.probe_sequences} test sequences)": [
@@ -2542,7 +2558,7 @@ def panels(report: Mapping[str, Any]) -> list[Panel]:
     return [
         Panel("Sweep", "learning rate", f"mean {mse}", sweep, report["baseline"]["union_lr_grid"], levels),
         Panel("Learning curve", "epoch", mse, curve, [row["epoch"] for row in rows]),
-        Panel("Paired differences (below 0: idea better)", "seed", f"idea - baseline, {mse}",
+        Panel("Paired differences (below 0: idea better)", "seed", "idea - baseline (target variance = 1)",
               [("one seed", deltas, LINE["seed"])], (), middle, extra["statistics"]["interval_95"]),
         Panel("Closed loop", "horizon (steps)", "RMSE (target std)", closed, [row["horizon"] for row in loop]),
         Panel("Diffusion", "Fourier mode k along the tokens", "attenuation", diffusion),
@@ -2565,16 +2581,25 @@ def draw_panel(axis: Any, panel: Panel) -> None:
         if level is not None and (level > 0 or not panel.ticks):
             axis.axhline(level, label=label if style is not LINE["floor"] else None, **style)
             if style is LINE["floor"]:
-                axis.annotate(label, (0.02, level), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
+                axis.annotate(
+                    label, (0.99, level), xycoords=("axes fraction", "data"), fontsize=7, ha="right", va="bottom"
+                )
     if panel.span is not None:
         axis.axhspan(*panel.span, color="tab:blue", alpha=0.15, label="95 % interval")
     if panel.ticks:
         axis.set(xscale="log", yscale="log")
-        axis.set_xticks(panel.ticks, [f"{x:g}" for x in panel.ticks])
+        ticks, labels, span = sorted(panel.ticks), [], math.log(max(panel.ticks) / min(panel.ticks)) or 1.0
+        shown = -math.inf
+        for x in ticks:  # labels that would run into each other are left out
+            place = math.log(x / ticks[0]) / span
+            labels.append(f"{x:g}" if place - shown > 0.18 else "")
+            shown = place if labels[-1] else shown
+        axis.set_xticks(ticks, labels)
         axis.xaxis.minorticks_off()
     else:
         axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False, fontsize=8)
+    columns = 2 if len(lines) < 7 else 3
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=columns, frameon=False, fontsize=8)
 
 
 def draw(config: Config, report: Mapping[str, Any], path: Path) -> None:
@@ -2588,8 +2613,9 @@ def draw(config: Config, report: Mapping[str, Any], path: Path) -> None:
             for axis, panel in zip(axes.flat, panels(report), strict=True):
                 draw_panel(axis, panel)
             tags = "; ".join(tag for tag, _ in caveats(report, config))
-            title = f"{report['model']} on {report['track']}: {report['comparison']['verdict']}\n{tags}".strip()
-            figure.suptitle(title.replace("$", r"\$"), fontsize=11, wrap=True)
+            title = f"{report['model']} on {report['track']}: {report['comparison']['verdict']}"
+            lines = "\n".join(textwrap.wrap(title, 120) + textwrap.wrap(tags, 120))
+            figure.suptitle(lines.replace("$", r"\$"), fontsize=11)
             figure.savefig(file, format=path.suffix[1:].lower(), dpi=130)
             pyplot.close(figure)
     except Exception as error:  # matplotlib, a backend or a disk may fail in any way
@@ -2639,8 +2665,9 @@ def load_file(path: str) -> tuple[ModuleType, list[str]]:
 def finite_array(values: Any, name: str, axes: Sequence[str]) -> np.ndarray:
     """Turn what a user's `make` returns into a float64 array.  Raises ValueError where it holds no finite numbers, with
     the place of the first wrong one along the axes."""
-    if np.ma.is_masked(values):
-        raise ValueError(f"{name} hold {np.ma.count_masked(values)} masked values")
+    masked = np.ma.array(values) if isinstance(values, list | tuple) else values  # a list may hold masked arrays
+    if np.ma.is_masked(masked):
+        raise ValueError(f"{name} hold {np.ma.count_masked(masked)} masked values")
     if np.iscomplexobj(np.asarray(values)):
         raise ValueError(f"{name} are complex")
     array = np.array(values, dtype=np.float64)
@@ -2806,8 +2833,8 @@ def layer_problem(config: Config, h: float, tokens: Tensor) -> tuple[str, Tensor
 def road_problem(config: Config, runs: Sequence[Run], plain: nn.Module, tokens: Tensor) -> str:
     """Train two steps through the real road, the runs side by side and each alone; say whether that changes anything.
 
-    plain: the first run's layer as its author built it.  When all parameters are scaled, it must do what the one does
-    whose parameters live in the model's rows; one that keeps views of its parameters does not.
+    plain: the first run's layer as its author built it.  Given other values of its parameters, it must do what the one
+    does whose parameters live in the model's rows; one that keeps views of its parameters does not.
     """
 
     def two_steps(own: Sequence[Run]) -> Model:
@@ -2822,10 +2849,12 @@ def road_problem(config: Config, runs: Sequence[Run], plain: nn.Module, tokens: 
     if not all(torch.equal(together.flat[i], two_steps([run]).flat[0]) for i, run in enumerate(runs)):
         return "trains otherwise beside another run than alone (state shared between its objects?)"
     road = Model(config, runs[:1])
+    (layer,), alike = road.layers[0], zip(plain.parameters(), road.layers[0][0].parameters(), strict=True)
     with torch.no_grad():
-        for value in (road.flat, *(value for value in plain.parameters() if value.requires_grad)):
-            value.mul_(1.25)
-        return "" if torch.equal(road.layers[0][0](tokens), plain(tokens)) else "keeps views of its parameters' memory"
+        road.flat.mul_(1.25)
+        for value, moved in alike:
+            value.copy_(moved)
+        return "" if torch.equal(layer(tokens), plain(tokens)) else "keeps views of its parameters' memory"
 
 
 def count(text: str, most: int = 10**9) -> int:
@@ -2953,8 +2982,8 @@ def option_words(config: Config) -> str:
         "seeds": f"{first}:{first + count}" if first else str(count),
         "lrs": "auto" if config.lr_search == "auto" else " ".join(map(repr, config.lrs)),
         "hs": " ".join("+".join(map(repr, h)) for h in config.hs),
-        "track": file_name(config.track),
-        "idea": file_name(config.idea),
+        "track": shlex.quote(file_name(config.track)),
+        "idea": shlex.quote(file_name(config.idea)),
     }
     for each in dataclasses.fields(Config):
         changed = getattr(config, each.name) != getattr(usual, each.name)

@@ -1,7 +1,10 @@
-"""Make the script importable from the tests, wherever pytest is started."""
+"""Make the script importable from the tests, wherever pytest is started, and compute on one thread, as it does."""
 
 import sys
 from pathlib import Path
 
+import torch
+
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
+torch.set_num_threads(1)

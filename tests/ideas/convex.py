@@ -1,16 +1,14 @@
-"""The kinetic layer with a convex gate: it chooses between a token and its mixture rather than adding to the token."""
-
-import sys
-from pathlib import Path
+"""The convex form: the gate chooses between a token and its mixture, rather than adding to the token."""
 
 import torch
-
-sys.path.append(str(Path(__file__).parent))  # a file of --idea is loaded by its path: its neighbours need this
-from residual import Residual
+from kinetic import Kinetic
 
 
-class Convex(Residual):
-    """(1 - g) u + g (W_m K(u) + b_m), g = sigmoid(W_g u + b_g)."""
+class Convex(Kinetic):
+    """(1 - g) u + g (W_m K(u) + b_m), the gate's bias as drawn."""
+
+    gate_bias = None
 
     def forward(self, u):
-        return torch.lerp(u, self.mix(self.operator(u)), torch.sigmoid(self.gate(u)))
+        g = torch.sigmoid(self.gate(u))
+        return (1 - g) * u + g * self.mix(self.operator(u))

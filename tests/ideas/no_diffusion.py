@@ -1,14 +1,10 @@
-"""The kinetic layer without diffusion: K only shifts the tokens along the channels."""
+"""The built-in form without diffusion: K only shifts the tokens along the channels."""
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parent))  # a file of --idea is loaded by its path: its neighbours need this
-from residual import Residual
+from kinetic import Kinetic
 
 
-class NoDiffusion(Residual):
-    """The residual form with the transport alone."""
+class NoDiffusion(Kinetic):
+    """W_m ((1 - g) u + g K(u)) + b_m, K the transport alone."""
 
-    def operator(self, u):
-        return self.transport(u)
+    def diffuse(self, u):
+        return u

@@ -1,14 +1,10 @@
-"""The kinetic layer without transport: K only diffuses along the tokens."""
+"""The built-in form without transport: K only diffuses along the tokens."""
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parent))  # a file of --idea is loaded by its path: its neighbours need this
-from residual import Residual
+from kinetic import Kinetic
 
 
-class NoTransport(Residual):
-    """The residual form with the diffusion alone."""
+class NoTransport(Kinetic):
+    """W_m ((1 - g) u + g K(u)) + b_m, K the diffusion alone."""
 
-    def operator(self, u):
-        return self.diffuse(u)
+    def transport(self, u):
+        return u

@@ -1,22 +1,17 @@
-"""The kinetic layer with reflecting ends: the first and the last token of the window are no neighbours."""
-
-import sys
-from pathlib import Path
+"""The built-in form with reflecting ends: the first and the last token of the window are no neighbours."""
 
 import torch
-
-sys.path.append(str(Path(__file__).parent))  # a file of --idea is loaded by its path: its neighbours need this
-from residual import Residual
+from kinetic import Kinetic
 
 
-class Reflecting(Residual):
-    """The residual form whose diffusion acts on the even modes cos(pi j (x + 1/2) / T) of the window."""
+class Reflecting(Kinetic):
+    """W_m ((1 - g) u + g K(u)) + b_m, diffusion on the even modes cos(pi j (x + 1/2) / T) of the window."""
 
     def diffuse(self, u):
         """Multiply the mode of j half-waves by exp(-h (j/2)^2).
 
         A periodic wave k has 2 k half-waves in the window, so equal lengths decay as in the periodic form.  The modes
-        are those of the window followed by its mirror image, a periodic signal of twice the length.
+        are the waves of the window followed by its mirror image, a periodic signal of twice the length.
         """
         length = u.shape[1]
         half_waves = torch.arange(length + 1, dtype=u.dtype)
