@@ -40,7 +40,7 @@ import warnings
 
 if __name__ in ("__main__", "__mp_main__"):  # a script or its worker: what libraries warn of is not the user's concern
     warnings.simplefilter("ignore")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 if __name__ == "__main__":  # Ctrl-C while the libraries load: leave at once, without a traceback
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
@@ -548,7 +548,7 @@ def build_layers(config: Config, run: Run, channels: int, length: int) -> list[n
 # ---------------------------------------------------------------------------------------------------------------------
 
 CHUNK = 2  # time steps whose backward factors are computed together: more outgrow the cache, fewer cost dispatch
-CACHE_LINE = 16  # numbers: rows of parameters are multiples, so that no run's arithmetic sees its place in memory
+CACHE_LINE = 16  # numbers: rows of parameters and batches are multiples, so that a run's bits don't hang on its place
 
 
 def pack_rows(packed: Tensor) -> Tensor:
@@ -732,7 +732,7 @@ class Model:
         run's indices or slice."""
         pairs = list(zip(self.data, chosen, strict=True))
         targets = torch.stack([data.targets[split][i] for data, i in pairs])
-        return [data.tokens[split][i] for data, i in pairs], targets
+        return [data.tokens[split][i].clone() for data, i in pairs], targets  # a layer may work in place
 
     def __call__(self, batches: Sequence[Tensor]) -> Tensor:
         """Predict (runs, batch, outputs) from each run's tokens (batch, time, channel)."""
@@ -742,15 +742,15 @@ class Model:
                 tokens = layer(tokens)
             mixed.append(tokens)
         stacked = torch.stack(mixed)
-        count = stacked.shape[1]
-        if count == 1:  # a product with a single column would take another way through BLAS when a run is alone
-            stacked = stacked.expand(-1, 2, -1, -1)
+        count, spare = stacked.shape[1], -stacked.shape[1] % CACHE_LINE
+        if spare:  # sequences of zeros, so that BLAS takes the same way wherever in memory a run's numbers lie
+            stacked = nn.functional.pad(stacked, (0, 0, 0, 0, 0, spare))
         key = stacked.shape, torch.is_grad_enabled()
         if key not in self.scans:
             self.scans[key] = Scan(stacked, self.config.hidden, backward=key[1])
         *weights, readout, bias = self.core
-        hidden = StackedGRU.apply(self.scans[key], stacked, *weights)[..., :count]
-        return (readout @ hidden).transpose(1, 2) + bias[:, None]
+        hidden = StackedGRU.apply(self.scans[key], stacked, *weights)
+        return (readout @ hidden)[..., :count].transpose(1, 2) + bias[:, None]
 
 
 def real_numbers(parameter: Tensor) -> int:
@@ -1388,6 +1388,7 @@ class Store:
 
     def __init__(self, config: Config, folder: Path, resume: bool, data: Mapping[int, str]) -> None:
         self.folder, self.resume, self.data, self.epochs, self.rotten = folder / STORE, resume, data, config.epochs, 0
+        self.must_write = True  # but for a rank on a host that does not share the first one's folder
         track, (path, name) = config.track, split_idea(config.idea)
         track = track if track in TRACKS else sha256(track, *load_file(track)[1])
         self.idea = config.idea if config.idea in LAYERS else f"{sha256(path, *load_file(path)[1])}:{name}"
@@ -1413,6 +1414,8 @@ class Store:
             if epoch <= self.epochs:
                 try:
                     with np.load(path, allow_pickle=False) as file:
+                        if str(file["key"]) != self.key:
+                            raise ValueError("another run's, under this one's name")
                         curve = dict(zip(file["epochs"].tolist(), file["curve"].tolist(), strict=True))
                         arrays = [file[name] for name in ("weights", "mean", "square")]
                         return State(epoch, *arrays, bool(file["finite"]), curve)
@@ -1424,14 +1427,15 @@ class Store:
         """Write where a run stands, in place of where it stood.  Raises RunError where that fails."""
         arrays = {name: getattr(state, name) for name in ("weights", "mean", "square", "finite")}
         try:
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             earlier = self.files(run)
             with new_file(self.folder / f"{self.key}.{state.epoch}.npz") as file:
-                np.savez(file, epochs=list(state.curve), curve=list(state.curve.values()), **arrays)
+                np.savez(file, key=self.key, epochs=list(state.curve), curve=list(state.curve.values()), **arrays)
             for path in (path for epoch, path in earlier.items() if epoch < state.epoch):
                 path.unlink(missing_ok=True)
         except OSError as error:
-            raise RunError(f"cannot write in {self.folder}: {error.strerror}; earlier results are whole") from None
+            if self.must_write:
+                raise RunError(f"cannot write in {self.folder}: {error.strerror}; earlier results are whole") from None
 
 
 def train_runs(config: Config, store: Store, group: Group, tick: Callable[[int], None]) -> dict[Run, Record]:
@@ -1513,9 +1517,9 @@ class Progress:
         self.done, self.left, now = self.done + count, max(0, self.left - count), time.monotonic()
         if self.out is None or now - self.shown < self.INTERVAL:
             return
-        self.shown, elapsed = now, now - self.start
+        self.shown, elapsed = now, round(now - self.start)
         left = f", about {elapsed / self.done * self.left:.0f} s left" if self.done else ""
-        line = f"stage2_bench: {self.done} of {self.done + self.left} epochs of runs, {elapsed:.0f} s{left}"
+        line = f"stage2_bench: {self.done} of {self.done + self.left} epochs of runs, {elapsed} s{left}"
         with contextlib.suppress(OSError, ValueError):
             print(line, file=self.out, flush=True)
 
@@ -2783,18 +2787,22 @@ def check_idea(config: Config) -> str | None:
 def kept_state(module: nn.Module) -> dict[str, tuple[Any, str]]:
     """Return what a module keeps beside its parameters, buffers and plain attributes: {name: (dtype, contents)}."""
     found, kinds = dict(module.named_buffers()), Tensor | bool | int | float | str | list | tuple | dict | set
+    found |= {name: value for name, value in module.named_parameters() if not value.requires_grad}
     for name, part in module.named_modules():
-        for key, value in vars(part).items():
-            if isinstance(value, kinds) and not isinstance(value, nn.Parameter) and not key.startswith("_"):
-                found[f"{name}.{key}".lstrip(".")] = value
+        for key in vars(part).keys() - vars(nn.Module()).keys():
+            if isinstance(vars(part)[key], kinds) and not isinstance(vars(part)[key], nn.Parameter):
+                found[f"{name}.{key}".lstrip(".")] = vars(part)[key]
     return {n: (getattr(v, "dtype", None), repr(v.tolist() if isinstance(v, Tensor) else v)) for n, v in found.items()}
 
 
 def layer_problem(config: Config, h: float, tokens: Tensor) -> tuple[str, Tensor]:
-    """Return what is wrong with a user's layer on tokens (batch, time, channel), or ""; and what it makes of them once
-    its parameters are moved away from where they start (many begin at 0, where h may not show)."""
+    """Return what is wrong with a user's layer on tokens (batch, time, channel), or ""; and what it makes of them with
+    its parameters a little away from where they start."""
     runs = [Run(config.seeds[0], 0.001, (h,)), Run(config.seeds[-1], 0.002, (h,))]
     (module,), (twin,) = (build_layers(config, runs[0], tokens.shape[2], tokens.shape[1]) for _ in range(2))
+    with torch.no_grad():
+        for value in (value for layer in (module, twin) for value in layer.parameters() if value.requires_grad):
+            value.add_(0.1)  # many begin at 0, where nothing of what they multiply would show
 
     def use(layer: nn.Module, own: Tensor = tokens) -> Tensor:
         return layer(own.clone())
@@ -2803,31 +2811,28 @@ def layer_problem(config: Config, h: float, tokens: Tensor) -> tuple[str, Tensor
         out = use(module)
     except RuntimeError as error:
         for name, (dtype, _) in kept_state(module).items():
-            if dtype is not None and dtype.is_floating_point and dtype != tokens.dtype:
+            if dtype is not None and dtype.is_floating_point | dtype.is_complex and dtype.to_real() != tokens.dtype:
                 return f"{one_line(error)} (its tensor {name} is {dtype}, the run {tokens.dtype})", tokens
         raise
     if not isinstance(out, Tensor) or out.shape != tokens.shape or out.dtype != tokens.dtype:
         what = f"{tuple(out.shape)} {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
         return f"turns tokens {tuple(tokens.shape)} {tokens.dtype} into {what}", tokens
     before = kept_state(module)
-    if out.requires_grad:
-        use(module).sum().backward()
+    again = use(module)
+    if again.requires_grad:
+        again.sum().backward()
     changed = [name for name, value in kept_state(module).items() if before.get(name) != value]
     unused = [name for name, value in module.named_parameters() if value.requires_grad and value.grad is None]
     problems = {
         "gives NaN or infinity": not torch.isfinite(out).all(),
-        "gives two answers for the same tokens (dropout, or a state it keeps?)": not torch.equal(out, use(module)),
+        "gives two answers for the same tokens (dropout, or a state it keeps?)": not torch.equal(out, again),
         "is another layer when built again (randomness that torch does not seed?)": not torch.equal(out, use(twin)),
         "mixes the sequences of a batch (batch norm?)": not torch.allclose(out[:1], use(module, tokens[:1])),
         f"never uses its parameter {unused[:1]}": unused,
         f"changes {changed[:1]} in use (running statistics, a counter?); --resume could not go on from that": changed,
     }
     found = next((problem for problem, holds in problems.items() if holds), "")
-    found = found or road_problem(config, runs, twin, tokens)
-    with torch.no_grad():
-        for value in (value for value in twin.parameters() if value.requires_grad):
-            value.add_(0.1)
-        return found, twin(tokens)
+    return found or road_problem(config, runs, twin, tokens), out.detach()
 
 
 def road_problem(config: Config, runs: Sequence[Run], plain: nn.Module, tokens: Tensor) -> str:
@@ -2851,7 +2856,7 @@ def road_problem(config: Config, runs: Sequence[Run], plain: nn.Module, tokens: 
     road = Model(config, runs[:1])
     (layer,), alike = road.layers[0], zip(plain.parameters(), road.layers[0][0].parameters(), strict=True)
     with torch.no_grad():
-        road.flat.mul_(1.25)
+        road.flat.add_(0.1)
         for value, moved in alike:
             value.copy_(moved)
         return "" if torch.equal(layer(tokens), plain(tokens)) else "keeps views of its parameters' memory"
@@ -3010,8 +3015,9 @@ def check_folder(folder: Path) -> None:
             raise InterruptedError  # it could be written: leave nothing
     except OSError as error:
         raise UsageError(f"argument --out-dir: {show(str(folder))}: {error.strerror}") from None
-    for name, wanted in ((REPORT, Path.is_file), (OUTPUT, Path.is_file), (STORE, Path.is_dir)):
-        if (folder / name).exists() and not wanted(folder / name):
+    files = (REPORT, Path.is_file, os.path.exists), (OUTPUT, Path.is_file, os.path.exists)
+    for name, wanted, present in (*files, (STORE, Path.is_dir, os.path.lexists)):  # a link to nowhere can be replaced
+        if present(folder / name) and not wanted(folder / name):
             raise UsageError(f"argument --out-dir: {show(str(folder / name))} is in the way")
 
 
@@ -3061,7 +3067,7 @@ def signals_raise() -> Iterator[None]:
 
     def stop(number: int, _: object) -> None:
         for each in STOP_SIGNALS:
-            signal.signal(each, signal.SIG_IGN)
+            signal.signal(each, lambda *_: None)  # SIG_IGN would make Python complain of one that is on its way
         raise Interrupted(number)
 
     if threading.current_thread() is not threading.main_thread():
@@ -3095,6 +3101,7 @@ def execute(config: Config, options: argparse.Namespace, folder: Path, data: Map
     runs = sum(map(len, grids(config, config.lrs).values())) * config.sweep_seeds  # at once, of the sweep
     jobs = ranks.size if ranks else min(options.jobs or available_cpus(), max(runs, 3 * len(config.seeds)))
     store = Store(config, folder, options.resume, data)
+    store.must_write = writes
     progress = Progress(None if options.quiet or not writes else sys.stderr)
     fork = __name__ == "__main__" and sys.platform == "linux" and config.track in TRACKS and config.idea in LAYERS
     if ranks:

@@ -205,6 +205,11 @@ class Running:
         """Return what it has written so far."""
         return (self.folder / name).read_text(errors="replace")
 
+    def send(self, number, family=False):
+        """Send it a signal, or its whole family."""
+        assert self.pid > 1, "it never started; -1 would mean every process there is"
+        (os.killpg if family else os.kill)(self.pid, number)
+
 
 class Started(Running):
     """A command as a user starts it."""
@@ -241,11 +246,11 @@ class Forked(Running):
         with lock:
             nursery().stdin.write(json.dumps(job) + "\n")
             nursery().stdin.flush()
-        until(lambda: (self.folder / "pid").exists() or (self.folder / "status").exists())
+        assert until(lambda: self.pid > 1 or self.status is not None), (scratch() / "nursery.err").read_text()
 
     @property
     def pid(self):
-        """Its process id, which is its session's too."""
+        """Its process id, which is its session's too; -1 where it ended before the script began."""
         return int((self.folder / "pid").read_text()) if (self.folder / "pid").exists() else -1
 
     @property
@@ -320,7 +325,7 @@ def finish(running, seconds=PATIENCE):
     survivors = sorted(family(running.pid)) if running.pid > 0 else []
     if survivors:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(running.pid, signal.SIGKILL)
+            running.send(signal.SIGKILL, family=True)
     return Ended(status, running.text("out"), running.text("err") + ("" if status is not None else "HUNG"), survivors)
 
 
@@ -1046,10 +1051,11 @@ def in_new_folder(name):
 def send(running, names):
     """Send the named signals to a process: Ctrl-C to all its family, both of two at one and the same moment."""
     if " and " in names:
-        os.killpg(running.pid, signal.SIGSTOP)
+        running.send(signal.SIGSTOP, family=True)
     for name in names.split(" and "):
-        (os.killpg if name == "SIGINT" else os.kill)(running.pid, signal.Signals[name])
-    os.killpg(running.pid, signal.SIGCONT)
+        running.send(signal.Signals[name], family=name == "SIGINT")
+    if " and " in names:
+        running.send(signal.SIGCONT, family=True)
 
 
 def ended_all(group):
@@ -1225,7 +1231,7 @@ def killed_often(folder, start, times):
         begun(folder, group[0])
         time.sleep(chance.uniform(0, 0.12))
         for running in group:
-            os.kill(running.pid, signal.SIGKILL)
+            running.send(signal.SIGKILL)
         seen.append((ended_all(group), contents(folder), report_of(folder).decode()))
     return ended_all(start()), seen
 
@@ -1334,7 +1340,7 @@ def endings():
         folder = in_new_folder("spawning")
         running = Forked("--track", tiny(), "--jobs", 2, "--quiet", "--out-dir", folder)
         until(lambda: any(loads(pid, "_multiarray_umath") for pid in set(family(running.pid)) - {running.pid}))
-        os.killpg(running.pid, signal.SIGINT)
+        running.send(signal.SIGINT, family=True)
         return [finish(running)], folder
 
     def forking():
@@ -1350,10 +1356,10 @@ def endings():
     def nohup():
         folder = in_new_folder("nohup")
         (running,) = started("nohup", folder)
-        os.killpg(running.pid, signal.SIGHUP)
+        running.send(signal.SIGHUP, family=True)
         begun(folder, running)
         begun(folder, running)
-        os.kill(running.pid, signal.SIGTERM)
+        running.send(signal.SIGTERM)
         return [finish(running)], folder
 
     def idle(folder):
