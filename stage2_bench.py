@@ -9,10 +9,10 @@ grid on the first seeds; then every seed is a pair at each model's best configur
 with h = 0, has the extra parameters without the physics.  Floors that need no network, learning curves and a knockout
 of the trained layer say what the verdict hangs on.
 
-Decision rule, fixed before the data.  Two-sided sign-flip test of the paired differences of the test MSE: p < 0.05 is
-significant, and the sign of the mean difference says better or worse.  Nothing is judged where a run diverged, or
-where both models are worse than predicting the mean.  The mechanism counts as confirmed where the layer's measured
-Fourier attenuation is within 10 % of exp(-9 h).
+Decision rule, fixed before the data.  Two-sided sign-flip test of the paired differences of the test MSE, sampled as
+in the reference (the exact p stands beside it): p < 0.05 is significant, and the sign of the mean difference says
+better or worse.  Nothing is judged where a run diverged, or where both models are worse than predicting the mean.  The
+mechanism counts as confirmed where the layer's measured Fourier attenuation is within 10 % of exp(-9 h).
 
 Run.      python stage2_bench.py            the full benchmark
           python stage2_bench.py --smoke    2 seeds, 2 epochs: for continuous integration
@@ -195,7 +195,8 @@ STREAMS = {"train": 0, "test": 1, "val": 2, "weights": 3, "order": 4, "clock": 5
 
 
 def stream(seed: int, purpose: str) -> np.random.Generator:
-    """Return a fresh generator for one purpose (a key of STREAMS) of one seed: the only source of randomness."""
+    """Return a fresh generator for one purpose (a key of STREAMS) of one seed: the experiment's only randomness, but
+    for a user's layer, which has torch's generator.  The statistics of section 8 sample by default_rng(0)."""
     return np.random.default_rng([seed, STREAMS[purpose]])
 
 
@@ -1341,7 +1342,8 @@ def rollout(model: Model) -> list[dict[str, list[float | None]]]:
 def knockout(model: Model) -> list[float | None]:
     """Return the test MSE of each trained idea with h set to 0: the same weights, the identity for the operator."""
     without = Model(model.config, [dataclasses.replace(run, h=(0.0,) * len(run.h)) for run in model.runs])
-    if without.flat.shape != model.flat.shape:
+    shapes = [[[p.shape for layer in own for p in layer.parameters()] for own in m.layers] for m in (model, without)]
+    if shapes[0] != shapes[1]:  # another layer's weights would mean nothing
         return [None] * len(model.runs)
     without.flat.data.copy_(model.flat)
     return [finite_or_none(score) for score in evaluate(without, "test")]
@@ -2445,7 +2447,7 @@ def build_log(config: Config, report: Mapping[str, Any]) -> str:
         ],
         f"Learning curve (MSE on the first {config.probe_sequences} test sequences)": [
             *table(curve),
-            f"still learning: {and_list(learning or ['none'])}",
+            f"still learning: {and_list(learning or ['none' if len(curve) > 2 else 'one checkpoint cannot tell'])}",
         ],
         "Mechanism": mechanism_lines(report),
         "Closed loop (RMSE in target std)": table(loop if len(loop) > 1 else [("not on a custom track", "")]),

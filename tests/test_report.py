@@ -1008,7 +1008,8 @@ def test_conclusions_are_rebuilt_and_not_read(tmp_path, capsys):
     """A verdict that says the same against its own scores is not the same."""
     false = changed(SMOKE, "comparison", "verdict", to=DEFAULT["comparison"]["verdict"])
     assert diff(tmp_path, false, DEFAULT, "--conclusions") == 1
-    assert "not from own scores" in shown(capsys.readouterr().out)[0][1][-1]
+    first = shown(capsys.readouterr().out)[0][1]
+    assert first[1] == SMOKE["comparison"]["verdict"] and "not from own scores" in first[-1]
     for path in (("best_idea_cfg", "lr"), ("baseline", "best_cfg", "lr"), ("extensions", "placebo", "best_cfg", "lr")):
         assert diff(tmp_path, changed(SMOKE, *path, to=0.003), SMOKE, "--conclusions") == 1
     assert diff(tmp_path, changed(SMOKE, "mechanism_signature", "confirmed", to=False), SMOKE, "--conclusions") == 1

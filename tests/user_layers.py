@@ -2,6 +2,7 @@
 
 A docstring says what is special about a layer."""
 
+import functools
 import random
 
 import numpy as np
@@ -584,6 +585,23 @@ class Shared(Scaling):
         return out + 1e-3 * Shared.total[0]
 
 
+@functools.cache
+def common_mix(channels):
+    """Return the one module that all callers get."""
+    return nn.Linear(channels, channels)
+
+
+class SharedModule(nn.Module):
+    """All its objects hold the same module, so that each run would train the others' weights."""
+
+    def __init__(self, channels, length, h):
+        super().__init__()
+        self.mix = common_mix(channels)
+
+    def forward(self, x):
+        return x + self.mix(x)
+
+
 class Shorter(Scaling):
     def forward(self, x):
         return (x * self.scale)[:, 1:]
@@ -657,7 +675,8 @@ REFUSED = {  # what the line has to say, by one of these words
     "PythonRandom": "random|otherwise beside",
     "KeptView": "view",
     "LateKeptView": "view",
-    "Shared": "shared",
+    "Shared": "shared|state it keeps",
+    "SharedModule": "shared",
     "Shorter": r"\(8, 9, 3\).*\(8, 8, 3\)",
     "Narrower": r"\(8, 9, 3\).*\(8, 9, 1\)",
     "Nothing": "NoneType",
