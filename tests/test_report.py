@@ -309,6 +309,12 @@ def test_extensions_follow_from_the_scores(name):
     assert [row["horizon"] for row in extra["rollout"]] == [1, 4, 16, 64]
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_the_script_says_so_too(tmp_path, name):
+    """--diff rebuilds every derived field of a committed report to the digit."""
+    assert diff(tmp_path, REPORTS[name], REPORTS[name]) == 0
+
+
 def holm(ps):
     """Return Holm's adjusted p: the largest of (how many ps are as large) * p over all that are as small."""
     order = sorted(range(len(ps)), key=ps.__getitem__)
@@ -620,6 +626,38 @@ def test_a_diverged_pair_is_null_and_not_judged(tiny, base, tmp_path):
     assert extra["knockout"]["mean"] is extra["knockout"]["ratio"] is None
     assert report["baseline"]["full"]["mean"] == tiny("--seeds", "3")["baseline"]["full"]["mean"]
     assert diff(tmp_path, report, report) == 0
+
+
+def with_curve(report, scores):
+    """Return a report whose placebo has these scores at the checkpoints, the same for every seed, and those means."""
+    for row, score in enumerate(scores):
+        place = ("extensions", "learning_curve", row)
+        n = report["n_seeds"]
+        report = changed(changed(report, *place, "placebo", to=score), *place, "per_seed", "placebo", to=[score] * n)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("epochs", "scores", "still"),
+    [
+        (2, (0.4, 0.3599), True),
+        (2, (0.4, 0.3601), False),
+        (16, (0.9, 0.8, 0.7, 0.2, 0.1999), False),
+        (16, (0.2, 0.2, 0.2, 0.3, 0.2), True),
+        (7, (0.2, 0.4, 0.2, 0.2), True),
+        (7, (0.4, 0.2, 0.4, 0.2), False),
+        (1, (0.4,), None),
+    ],
+)
+def test_still_learning_compares_the_last_mean_with_that_at_half_the_epochs(tiny, tmp_path, epochs, scores, still):
+    """Below 0.9 of it: true.  Half of 16 is checkpoint 8, half of 7 is 2, the largest up to 3.5; one epoch has
+    none."""
+    reports = {2: SMOKE, 16: DEFAULT}
+    report = with_curve(reports.get(epochs) or tiny("--epochs", str(epochs)), scores)
+    assert [row["epoch"] for row in report["extensions"]["learning_curve"]][-1] == epochs
+    for said in (True, False, None):
+        claim = changed(report, "extensions", "still_learning", "placebo", to=said)
+        assert diff(tmp_path, claim, claim) == (said is not still)
 
 
 def test_a_lost_closed_loop_leaves_no_corrected_p(tmp_path):
@@ -972,14 +1010,15 @@ def test_all_lists_every_field(tmp_path, capsys):
 
 def test_means_are_compared_in_standard_errors(tmp_path, capsys):
     """Ratio ours to theirs, and the difference over the root of both squared standard errors (s / sqrt(n), ddof 1)."""
-    assert diff(tmp_path, REFERENCE, DEFAULT, "--conclusions") == 0
-    table, _, _ = shown(capsys.readouterr().out)
-    for row, pick in zip(table[-2:], (lambda r: r["baseline"]["full"], lambda r: r["idea"]), strict=True):
-        theirs, ours = pick(REFERENCE), pick(DEFAULT)
-        assert row[1:3] == [f"{one['mean']:.4g} +- {one['std']:.4g}" for one in (theirs, ours)]
-        errors = [statistics.stdev(one["per_seed"]) / math.sqrt(8) for one in (theirs, ours)]
-        apart = abs(ours["mean"] - theirs["mean"]) / math.hypot(*errors)
-        assert row[3] == f"ratio {ours['mean'] / theirs['mean']:.4g}, {apart:.1f} standard errors apart"
+    for pair in ((REFERENCE, DEFAULT), (DEFAULT, SMOKE)):
+        diff(tmp_path, *pair)
+        table, _, _ = shown(capsys.readouterr().out)
+        for row, pick in zip(table[-2:], (lambda r: r["baseline"]["full"], lambda r: r["idea"]), strict=True):
+            theirs, ours = map(pick, pair)
+            assert row[1:3] == [f"{one['mean']:.4g} +- {one['std']:.4g}" for one in (theirs, ours)]
+            errors = [statistics.stdev(one["per_seed"]) / math.sqrt(one["n"]) for one in (theirs, ours)]
+            apart = abs(ours["mean"] - theirs["mean"]) / math.hypot(*errors)
+            assert row[3] == f"ratio {ours['mean'] / theirs['mean']:.4g}, {apart:.1f} standard errors apart"
 
 
 def test_the_reference_has_the_same_conclusions(capsys):
@@ -1070,8 +1109,11 @@ def test_rows_are_matched_by_configuration(tiny, tmp_path, capsys):
         assert rows == {0.003: "same", 0.0045: "not compared", 0.006: "same"}
         assert any(found[path] != "same" for path in found if path.startswith("baseline.union_lr_grid"))
     for sweep in (("idea_sweep",), ("extensions", "placebo", "sweep")):
-        assert diff(tmp_path, changed(some, *sweep, to=lambda rows: rows[1:]), some) == 1
-        assert diff(tmp_path, some, changed(some, *sweep, to=lambda rows: rows[1:])) == 1
+        fewer, path = changed(some, *sweep, to=lambda rows: rows[1:]), ".".join(sweep)
+        for pair in ((fewer, some), (some, fewer)):
+            assert diff(tmp_path, *pair) == 1
+            rows = [row for row in shown(capsys.readouterr().out)[1] if row[0].startswith(f'{path}[{{"lr": 0.003,')]
+            assert len(rows) == 3 and all("lacks it" in row[-1] for row in rows)
 
 
 def test_extensions_may_be_missing_as_a_whole_only(tmp_path):

@@ -105,7 +105,7 @@ class Fragile(Plain):
 
 # Reads one job a line, as JSON, and runs the script of each as `python script words` does, in a session of its own.
 NURSERY = """
-import ctypes, gc, json, os, resource, runpy, signal, sys, threading
+import atexit, ctypes, gc, json, os, resource, runpy, signal, sys, threading
 from pathlib import Path
 import numpy, scipy.integrate, torch  # no arithmetic: a pool of threads must not start before a fork
 
@@ -147,7 +147,16 @@ for number, name in enumerate(("stdin", "stdout", "stderr")):
 note("pid", os.getpid())
 sys.argv = job["words"]
 sys.path[0] = os.path.dirname(sys.argv[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as stop:
+    if job["slow"]:
+        raise
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for out in filter(None, (sys.stdout, sys.stderr)):
+        out.flush()
+    os._exit(stop.code or 0)
 """
 
 
@@ -235,13 +244,14 @@ class Started(Running):
 
 
 class Forked(Running):
-    """The script, forked from the nursery.  `prepare`: Python that runs in the new process first."""
+    """The script, forked from the nursery.  `prepare`: Python that runs in the new process first; `slow`: it is to take
+    its interpreter apart when it ends, as a user's does, which costs more than most scripts here."""
 
-    def __init__(self, *words, cwd=None, prepare="", path=None, **environment):
+    def __init__(self, *words, cwd=None, prepare="", path=None, slow=False, **environment):
         super().__init__()
         job = {
             "folder": str(self.folder), "cwd": str(cwd or self.folder), "environment": CLEAN | environment,
-            "prepare": prepare, "words": [str(word) for word in (path or eager(), *words)],
+            "prepare": prepare, "slow": slow, "words": [str(word) for word in (path or eager(), *words)],
         }  # fmt: skip
         with lock:
             nursery().stdin.write(json.dumps(job) + "\n")
@@ -312,7 +322,7 @@ def until(condition, seconds=60):
     """Wait for a condition and return its last value."""
     limit = now() + seconds
     while not (value := condition()) and now() < limit:
-        time.sleep(0.01)
+        time.sleep(0.02)
     return value
 
 
@@ -1090,12 +1100,12 @@ def clusters():
 
     def failing():
         folder = in_new_folder("failing rank")
-        return ended_all(ranks(2, *fragile, "--epochs", 9, "--out-dir", folder, FAIL_AT_STEP="5")), folder
+        return ended_all(ranks(2, *fragile, "--epochs", 9, "--out-dir", folder, slow=True, FAIL_AT_STEP="5")), folder
 
     def killed():
         folder = in_new_folder("killed rank")
         words = (*fragile, "--epochs", 30, "--out-dir", folder)
-        first = ended_all(ranks(3, *words, DIE_AFTER_STORE=str(folder / bench.STORE)))
+        first = ended_all(ranks(3, *words, slow=True, DIE_AFTER_STORE=str(folder / bench.STORE)))
         kept, report = contents(folder), report_of(folder).decode()
         return first, kept, report, ended_all(ranks(2, *words, "--resume")), folder
 
@@ -1163,7 +1173,7 @@ def alone_ranks():
         return finish(running), now() - start
 
     def stopped(environment, names):
-        running = Forked(*words, path=SCRIPT, **environment)
+        running = Forked(*words, path=SCRIPT, slow=True, **environment)
         time.sleep(1.2)
         start = now()
         send(running, names)
@@ -1312,20 +1322,20 @@ def endings():
         if phase == "data":
             track = slow / f"{folder.name.replace(' ', '_')}.py"
             track.write_text(SLOW)
-            group = [Forked("--track", track, "--jobs", 1, *words)]
+            group = [Forked("--track", track, "--jobs", 1, *words, slow=True)]
             until(track.with_suffix(".asked").exists)
             return group
         if phase == "drawing":
-            group = [Forked("--epochs", 1, "--jobs", 1, *on_tiny, "--plot", "figure.png")]
+            group = [Forked("--epochs", 1, "--jobs", 1, *on_tiny, "--plot", "figure.png", slow=True)]
             until(lambda: (folder / bench.REPORT).read_text() != OLD)
             return group
         if phase == "workers":
-            group = [Forked("--epochs", 1000, "--jobs", 2, *LITTLE, *words)]
+            group = [Forked("--epochs", 1000, "--jobs", 2, *LITTLE, *words, slow=True)]
         elif phase == "ranks":
-            group = ranks(2, "--epochs", 100_000, *on_tiny)
+            group = ranks(2, "--epochs", 100_000, *on_tiny, slow=True)
         else:
             nohup = "signal.signal(signal.SIGHUP, signal.SIG_IGN)" if phase == "nohup" else ""
-            group = [Forked("--epochs", 100_000, "--jobs", 1, *on_tiny, prepare=nohup)]
+            group = [Forked("--epochs", 100_000, "--jobs", 1, *on_tiny, prepare=nohup, slow=True)]
         begun(folder, group[0])
         return group
 
@@ -1338,14 +1348,14 @@ def endings():
 
     def spawning():
         folder = in_new_folder("spawning")
-        running = Forked("--track", tiny(), "--jobs", 2, "--quiet", "--out-dir", folder)
+        running = Forked("--track", tiny(), "--jobs", 2, "--quiet", "--out-dir", folder, slow=True)
         until(lambda: any(loads(pid, "_multiarray_umath") for pid in set(family(running.pid)) - {running.pid}))
         running.send(signal.SIGINT, family=True)
         return [finish(running)], folder
 
     def forking():
         folder = in_new_folder("forking")
-        return [finish(Forked(*QUICK, "--jobs", 2, "--quiet", "--out-dir", folder, prepare=AT_FORK))], folder
+        return [finish(Forked(*QUICK, "--jobs", 2, "--quiet", "--out-dir", folder, prepare=AT_FORK, slow=True))], folder
 
     def killed():
         folder = in_new_folder("worker")
@@ -1363,7 +1373,7 @@ def endings():
         return [finish(running)], folder
 
     def idle(folder):
-        running = Forked(*QUICK, "--epochs", 6, "--jobs", 2, "--quiet", "--out-dir", folder)
+        running = Forked(*QUICK, "--epochs", 6, "--jobs", 2, "--quiet", "--out-dir", folder, slow=True)
         until(lambda: len(family(running.pid)) == 3)
         stopped, idle = sorted(set(family(running.pid)) - {running.pid})
         os.kill(stopped, signal.SIGSTOP)
