@@ -38,11 +38,13 @@ import os
 import signal
 import warnings
 
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+STOP_SIGNALS = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup stays
 if __name__ in ("__main__", "__mp_main__"):  # a script or its worker: what libraries warn of is not the user's concern
     warnings.simplefilter("ignore")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-if __name__ == "__main__":  # Ctrl-C while the libraries load: leave at once, without a traceback
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    os.environ |= {"TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONWARNINGS": "ignore"}
+if __name__ == "__main__" and hasattr(signal, "sigwait"):  # before any library starts a thread: `leave` takes signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 import argparse
 import concurrent.futures.process
@@ -94,33 +96,35 @@ def option(default: Any, flag: str, metavar: str | None, text: str, parser: str 
 
 @dataclass(frozen=True)
 class Config:
-    """Every experimental number.  The first block has options; the rest is fixed, and stands here with its reason."""
+    """Every experimental number.  The first block has options; the rest is fixed."""
 
-    seeds: tuple[int, ...] = option(
-        (*range(8),), "--seeds", "N|A:B", "pairs: seeds 0..N-1, or A..B-1 for fresh ones (default: 8)", "seed_range"
-    )
-    sweep_seeds: int = option(
-        4, "--sweep-seeds", "N", "first seeds, for the sweep (default: 4, at most the seeds)", "count"
-    )
+    seeds: tuple[int, ...] = option((*range(8),), "--seeds", "N|A:B", "pairs: 0..N-1, or fresh A..B-1", "seed_range")
+    sweep_seeds: int = option(4, "--sweep-seeds", "N", "first seeds, for the sweep; at most all", "count")
     lrs: tuple[float, ...] = option(
-        (0.0015, 0.003, 0.006), "--lrs", "LR", "learning rates of all arms, or auto: the grid grows until no\n"
-        "best rate is at an edge (default: 0.0015 0.003 0.006)", "rate", nargs="+"
-    )  # fmt: skip
-    hs: tuple[tuple[float, ...], ...] = option(
-        ((0.08,),), "--h", "H", "step sizes; 0.02+0.08 is a multiscale stack (default: 0.08)", "steps", nargs="+"
+        (0.0015, 0.003, 0.006),
+        "--lrs",
+        "LR",
+        "rates of all arms, or auto: grows while a best is at its edge",
+        "rate",
+        nargs="+",
     )
-    epochs: int = option(16, "--epochs", "N", "passes over the training split (default: 16)", "count")
-    hidden: int = option(32, "--hidden", "N", "GRU units of both models (default: 32)", "count")
-    batch: int = option(64, "--batch", "N", "sequences a step; a short last one is kept (default: 64)", "count")
+    hs: tuple[tuple[float, ...], ...] = option(
+        ((0.08,),), "--h", "H", "step sizes; 0.02+0.08 is a multiscale stack", "steps", nargs="+"
+    )
+    epochs: int = option(16, "--epochs", "N", "passes over the training split", "count")
+    hidden: int = option(32, "--hidden", "N", "GRU units of both models", "count")
+    batch: int = option(64, "--batch", "N", "sequences a step; a short last one is kept", "count")
     track: str = option(
-        "dynamics", "--track", "NAME", "data: dynamics, lorenz, irregular, or FILE.py that defines\nmake(seed, split) "
-        "(default: dynamics)"
-    )  # fmt: skip
-    idea: str = option("kinetic", "--idea", "FILE.py:Class", "your own token-mixing layer (default: kinetic)")
+        "dynamics",
+        "--track",
+        "NAME",
+        "data: dynamics, lorenz, irregular, or FILE.py with make(seed, split)",
+        "track_name",
+    )
+    idea: str = option("kinetic", "--idea", "FILE.py:Class", "your own token-mixing layer", "idea_name")
     dtype: str = option(
-        "float64", "--dtype", None, "float32 is faster, its digits may vary (default: float64)",
-        choices=("float64", "float32")
-    )  # fmt: skip
+        "float64", "--dtype", None, "float32 is faster, its digits vary", choices=("float64", "float32")
+    )
 
     lr_search: str = "grid"  # "auto" (--lrs auto): the grid grows until no best rate is at an edge
     growth: float = 2.0  # by which the next rate of --lrs auto lies beyond the edge
@@ -207,18 +211,14 @@ def stream(seed: int, purpose: str) -> np.random.Generator:
 SPLITS = ("train", "val", "test")
 SENSOR_NOISE = 0.005  # standard deviation of a measured oscillator's position
 SOLVER_MARGIN = 1.0  # time; the solver's steps are about a tenth of it
-LARGEST_VALUE = 1e100  # of custom data; the square of a larger one may overflow
-FEW_VALUES = 20  # whole-numbered targets with fewer distinct values look like classes
-Simulator = Callable[["Config", np.random.Generator, int, np.ndarray, int], tuple[np.ndarray, Any, np.ndarray | None]]
 
 
 @dataclass(frozen=True)
 class Trajectories:
     """Simulated positions of one split, from which tokens, targets and the closed loop are made.
 
-    times (samples,); position (trajectories, samples), true, and only to the target where nothing is rolled out;
-    measured (trajectories, window), what the tokens show; drive (trajectories, samples) or None; differences: how many
-    backward differences follow the position in a token.
+    times (samples,); position (trajectories, samples), true; measured (trajectories, window), what the tokens show;
+    drive (trajectories, samples) or None; differences: how many backward differences follow the position in a token.
     """
 
     times: np.ndarray
@@ -226,6 +226,15 @@ class Trajectories:
     measured: np.ndarray
     drive: np.ndarray | None
     differences: int
+
+    def encode(self, position: np.ndarray, samples: slice) -> np.ndarray:
+        """Turn positions (n, samples) of the first n trajectories into tokens (n, samples - differences, channels):
+        position, its backward differences over the true intervals, drive."""
+        channels, times = [position], self.times[samples]
+        for _ in range(self.differences):
+            channels.append(np.diff(channels[-1], axis=1) / np.diff(times[-channels[-1].shape[1] :]))
+        channels += [] if self.drive is None else [self.drive[: len(position), samples]]
+        return np.stack([channel[:, self.differences - position.shape[1] :] for channel in channels], axis=-1)
 
 
 @dataclass(frozen=True)
@@ -235,7 +244,7 @@ class Track:
     The clock is regular, or with jitter (share of a step, to either side) uneven: diffusion then acts on true times.
     """
 
-    simulate: Simulator
+    simulate: Callable[..., Any]
     step: float
     start: float = 0.0
     jitter: float = 0.0
@@ -248,11 +257,6 @@ class Track:
         if self.jitter:
             times[1:] += self.step * stream(seed, "clock").uniform(-self.jitter, self.jitter, count)[1:]
         return times
-
-    def angles(self, config: Config, seed: int, start: int = 0) -> np.ndarray | None:
-        """Return the angles (length,) of the tokens from number `start` on the circle of a window; None if regular."""
-        times = self.times(config, seed)[self.differences + start :][: config.length]
-        return 2 * np.pi * (times - times[0]) / (config.length * self.step) if self.jitter else None
 
     def split(self, config: Config, seed: int, split: str) -> Trajectories:
         """Simulate a split of a seed; only the test split is integrated past the target, for the closed loop."""
@@ -273,7 +277,8 @@ def solve(slope: Callable[..., Any], state: np.ndarray, times: np.ndarray, wante
 
 
 def duffing(config: Config, rng: np.random.Generator, count: int, times: np.ndarray, wanted: int) -> Any:
-    """Simulate q'' = -delta q' + alpha q - beta q^3 + gamma cos(omega t + phi), coefficients drawn by trajectory."""
+    """Simulate q'' = -delta q' + alpha q - beta q^3 + gamma cos(omega t + phi), coefficients drawn by trajectory;
+    returns position (count, wanted), sensor noise (count, window) and drive (count, samples)."""
     bounds = [(0.5, 1.5), (0.5, 1.5), (0.1, 0.4), (0.2, 0.5), (0.8, 1.6), (0.0, 2 * np.pi), (-1.5, 1.5), (-1.0, 1.0)]
     alpha, beta, delta, gamma, omega, phi, q0, v0 = (rng.uniform(low, high, count) for low, high in bounds)
     noise = SENSOR_NOISE * rng.standard_normal((count, config.length + 1))
@@ -287,7 +292,7 @@ def duffing(config: Config, rng: np.random.Generator, count: int, times: np.ndar
 
 
 def lorenz(config: Config, rng: np.random.Generator, count: int, times: np.ndarray, wanted: int) -> Any:
-    """Simulate Lorenz-63 (sigma 10, rho 28, beta 8/3; J. Atmos. Sci. 20, 130), observed by x."""
+    """Simulate Lorenz-63 (sigma 10, rho 28, beta 8/3; J. Atmos. Sci. 20, 130), observed by x; no noise, no drive."""
     start = [rng.uniform(low, high, count) for low, high in ((-15.0, 15.0), (-15.0, 15.0), (10.0, 40.0))]
 
     def slope(_: float, state: np.ndarray) -> np.ndarray:
@@ -305,20 +310,13 @@ TRACKS = {
 
 
 def token_angles(config: Config, seed: int, start: int = 0) -> np.ndarray | None:
-    """Return the tokens' angles (length,) on the circle of one window; None where the track's clock is regular."""
-    return TRACKS[config.track].angles(config, seed, start) if config.track in TRACKS else None
-
-
-def encode(position: np.ndarray, times: np.ndarray, drive: np.ndarray | None, differences: int) -> np.ndarray:
-    """Turn positions (trajectories, samples) into tokens (trajectories, samples - differences, channels).
-
-    The channels are the position, its backward differences over the true intervals, and the drive.
-    """
-    channels = [position]
-    for _ in range(differences):
-        channels.append(np.diff(channels[-1], axis=1) / np.diff(times[-channels[-1].shape[1] :]))
-    channels += [] if drive is None else [drive]
-    return np.stack([channel[:, differences - position.shape[1] :] for channel in channels], axis=-1)
+    """Return the angles (length,) of the tokens from number `start` on the circle of one window; None where the track's
+    clock is regular."""
+    track = TRACKS.get(config.track)
+    if track is None or not track.jitter:
+        return None
+    times = track.times(config, seed)[track.differences + start :][: config.length]
+    return 2 * np.pi * (times - times[0]) / (config.length * track.step)
 
 
 @dataclass(frozen=True)
@@ -379,17 +377,15 @@ class Dataset:
         return float(np.mean([sequence.tobytes() in known for sequence in self.raw[split][0]]))
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=16)  # seeds of a worker: about 2 MB each
 def build_dataset(config: Config, seed: int) -> Dataset:
     """Build the three splits of a seed, standardised by the training split."""
-    raw, path = {}, None
+    raw, paths = {}, {}
     for split in SPLITS:
         if config.track in TRACKS:
-            path = TRACKS[config.track].split(config, seed, split)
+            path = paths[split] = TRACKS[config.track].split(config, seed, split)
             window = path.measured.shape[1]
-            drive = None if path.drive is None else path.drive[:, :window]
-            tokens = encode(path.measured, path.times[:window], drive, path.differences)
-            raw[split] = tokens, path.position[:, window : window + 1]
+            raw[split] = path.encode(path.measured, slice(window)), path.position[:, window : window + 1]
         else:
             raw[split] = custom_split(config.track, seed, split)
     tokens, targets = raw["train"]
@@ -398,7 +394,7 @@ def build_dataset(config: Config, seed: int) -> Dataset:
         {split: torch.from_numpy(scale.apply(own[i])).to(config.torch_dtype) for split, own in raw.items()}
         for i, scale in enumerate(scales)
     ]
-    return Dataset(raw, *ready, *scales, path)
+    return Dataset(raw, *ready, *scales, paths.get("test"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -407,9 +403,8 @@ def build_dataset(config: Config, seed: int) -> Dataset:
 
 
 def trigonometric_fit(length: int, angles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the trigonometric polynomials at the angles (token, function), cosines then sines, and the pseudo-inverse
-    that fits them.  The last sine of an even length, which vanishes at regular places, is left out: as many functions
-    as tokens."""
+    """Return the trigonometric polynomials at the angles (token, function), cosines then sines, as many as tokens (the
+    last sine of an even length vanishes at regular places and is left out), and the pseudo-inverse that fits them."""
     phase = angles[:, None] * np.arange(length // 2 + 1)
     basis = np.concatenate([np.cos(phase), np.sin(phase[:, 1 : (length + 1) // 2])], axis=1)
     return basis, np.linalg.pinv(basis)
@@ -516,13 +511,13 @@ LAYERS: dict[str, type[nn.Module]] = {"kinetic": KineticLayer}
 def computing(config: Config) -> Iterator[None]:
     """Compute in the dtype that trains, also what a user's layer makes anew; what libraries warn of is not said."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(config.torch_dtype)
-    try:
-        with warnings.catch_warnings(), np.errstate(all="ignore"):
-            warnings.simplefilter("ignore")
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        torch.set_default_dtype(config.torch_dtype)
+        try:
             yield
-    finally:
-        torch.set_default_dtype(before)
+        finally:
+            torch.set_default_dtype(before)
 
 
 def build_layers(config: Config, run: Run, channels: int, length: int) -> list[nn.Module]:
@@ -724,8 +719,8 @@ class Model:
         """Tell layers that want to know it where the window's tokens lie, from token `start` of an uneven clock on."""
         for run, layers in zip(self.runs, self.layers, strict=True):
             angles = token_angles(self.config, run.seed, start)
-            for layer in layers:
-                if angles is not None and hasattr(layer, "place"):
+            for layer in layers if angles is not None else ():
+                if hasattr(layer, "place"):
                     layer.place(angles)
 
     def batch(self, split: str, chosen: Sequence[Any]) -> tuple[list[Tensor], Tensor]:
@@ -829,12 +824,7 @@ class Training:
         while self.epoch < self.config.epochs:
             orders = [torch.from_numpy(order.permutation(self.count)) for order in self.orders]
             for start in range(0, self.count, self.config.batch):
-                batch = [order[start : start + self.config.batch] for order in orders]
-                tokens, targets = self.model.batch("train", batch)
-                losses = (self.model(tokens) - targets).square().mean((1, 2))
-                losses.sum().backward()
-                self.step()
-                self.finite &= torch.isfinite(losses)
+                self.learn([order[start : start + self.config.batch] for order in orders])
             self.epoch += 1
             self.measure()
             yield self.epoch
@@ -842,9 +832,18 @@ class Training:
     def measure(self) -> None:
         """Note the learning curve at a checkpoint that it does not have yet."""
         if self.epoch in self.config.checkpoints and self.epoch not in self.curves[0]:
-            scores = evaluate(self.model, "test", self.config.probe_sequences)
-            for curve, score in zip(self.curves, scores, strict=True):
+            for curve, score in zip(
+                self.curves, evaluate(self.model, "test", self.config.probe_sequences), strict=True
+            ):
                 curve[self.epoch] = float(score)
+
+    def learn(self, chosen: Sequence[Any]) -> None:
+        """Take one step, each run on its chosen sequences (indices or a slice) of the training split."""
+        tokens, targets = self.model.batch("train", chosen)
+        losses = (self.model(tokens) - targets).square().mean((1, 2))
+        losses.sum().backward()
+        self.step()
+        self.finite &= torch.isfinite(losses)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -1040,16 +1039,9 @@ def integers(values: Any, bound: int) -> np.ndarray:
     return np.array(values).astype(np.int64) if bound < 2**62 else np.array(values, dtype=object)
 
 
-def subsets(n: int, config: Config) -> tuple[np.ndarray, int]:
-    """Return subsets of n pairs, (subsets, n) of bool, and k: the k-th means from either end are the interval's.
-
-    All 2^n - 1 that are not empty, or above 16 pairs a sample of them.
-    """
-    if n <= config.subset_pairs:
-        return (np.arange(1, 2**n)[:, None] >> np.arange(n) & 1).astype(bool), int(config.tail * 2**n)
-    masks = np.random.default_rng(0).random((config.subsets, n)) < 0.5
-    masks[~masks.any(axis=1)] = True
-    return masks, int(config.tail * (config.subsets + 1))
+def statistic(method: Callable[[Pairs], Any]) -> Any:
+    """Declare a property of Pairs that is computed once, and is None where a pair diverged."""
+    return functools.cached_property(functools.wraps(method)(lambda self: None if self.d is None else method(self)))
 
 
 @dataclass(frozen=True)
@@ -1077,17 +1069,15 @@ class Pairs:
         """Pairs in which the second model is lower."""
         return sum(b < a for a, b in zip(self.first, self.second, strict=True) if None not in (a, b))
 
-    @property
-    def delta_mean(self) -> float | None:
+    @statistic
+    def delta_mean(self) -> float:
         """The mean difference."""
-        return None if self.d is None else from_units(Fraction(sum(self.d), len(self.d)), self.digits)
+        return from_units(Fraction(sum(self.d), len(self.d)), self.digits)
 
-    @functools.cached_property
-    def p_value(self) -> float | None:
+    @statistic
+    def p_value(self) -> float:
         """Two-sided p by sampled sign flips (of default_rng(0), in blocks of bounded memory): the share whose sum is at
         least as far from 0 as the observed one."""
-        if self.d is None:
-            return None
         d, rng, flips = integers(self.d, sum(map(abs, self.d))), np.random.default_rng(0), self.config.flips
         hits, block = 0, max(1, 4_000_000 // len(d))
         for start in range(0, flips, block):
@@ -1095,14 +1085,14 @@ class Pairs:
             hits += int((abs(signs @ d) >= abs(sum(self.d))).sum())
         return hits / flips
 
-    @functools.cached_property
+    @statistic
     def p_exact(self) -> float | None:
         """Two-sided p over all 2^n sign flips; None above 40 pairs.
 
         The sums of the two halves' flips, sorted, are counted against each other by binary search (Horowitz and Sahni
         1974); by symmetry, as many sums lie at or below -t as at or above t.
         """
-        if self.d is None or len(self.d) > self.config.exact_pairs:
+        if len(self.d) > self.config.exact_pairs:
             return None
         observed, halves = abs(sum(self.d)), []
         for half in (self.d[::2], self.d[1::2]):
@@ -1114,11 +1104,23 @@ class Pairs:
         return min(1.0, 2 * int(reached) / 2 ** len(self.d))  # at 0, both sides count the sums that are 0
 
     @functools.cached_property
+    def subsets(self) -> tuple[np.ndarray, int]:
+        """Subsets of the pairs, (subsets, pairs) of bool: all that are not empty, or above 16 pairs a sample of them;
+        and k: the k-th means from either end are the interval's."""
+        n, config = len(self.first), self.config
+        if n <= config.subset_pairs:
+            masks = (np.arange(1, 2**n)[:, None] >> np.arange(n) & 1).astype(bool)
+        else:
+            masks = np.random.default_rng(0).random((config.subsets, n)) < 0.5
+            masks[~masks.any(axis=1)] = True
+        return masks, int(config.tail * (len(masks) + 1))
+
+    @statistic
     def interval(self) -> list[float] | None:
         """The values of the mean difference that the test does not reject: from the k-th smallest to the k-th largest
         mean of all subsets (Hartigan 1969).  None below six pairs, which no p < 0.05 can come from."""
-        masks, k = subsets(len(self.first), self.config)
-        if self.d is None or k == 0:
+        masks, k = self.subsets
+        if k == 0:
             return None
         sizes = masks.sum(axis=1)
         common = math.lcm(*map(int, set(sizes)))  # a mean is sum / size; times this, a whole number
@@ -1130,14 +1132,13 @@ class Pairs:
     @property
     def coverage(self) -> float | None:
         """The probability that the interval covers the mean of symmetric differences."""
-        n, exact = len(self.first), len(self.first) <= self.config.subset_pairs
-        tail = int(self.config.tail * 2**n) / 2**n if exact else self.config.tail
-        return None if self.interval is None else rounded(1 - 2 * tail)
+        masks, k = self.subsets
+        return None if self.interval is None else rounded(1 - 2 * k / (len(masks) + 1))
 
-    @functools.cached_property
+    @statistic
     def spread(self) -> Decimal | None:
         """The standard deviation of the differences (ddof 1), in units; None for one pair, or where all are equal."""
-        return None if self.d is None or len(set(self.d)) == 1 else deviation(self.d, 1)
+        return None if len(set(self.d)) == 1 else deviation(self.d, 1)
 
     @property
     def effect_size(self) -> float | None:
@@ -1152,7 +1153,7 @@ class Pairs:
         """
         if self.interval is None or self.spread is None:
             return None
-        masks, k = subsets(len(self.d), self.config)
+        masks, k = self.subsets
         weights = masks / masks.sum(axis=1, keepdims=True)
         z = np.random.default_rng(0).standard_normal((self.config.power_samples, len(self.d)))
         needed = [-np.partition(weights @ study, k - 1)[k - 1] for study in z]
@@ -1162,12 +1163,12 @@ class Pairs:
     @property
     def reason_for_null(self) -> str | None:
         """The first reason why one of the statistics is None."""
-        n, known = len(self.first), self.d is not None
+        n = len(self.first)
         reasons = {
-            "a pair diverged": not known,
+            "a pair diverged": self.d is None,
             "one pair": n == 1,
-            "five pairs or fewer": known and self.interval is None,
-            "all differences are equal": known and self.spread is None,
+            "five pairs or fewer": self.interval is None,
+            "all differences are equal": self.spread is None,
             f"more than {self.config.exact_pairs} pairs": n > self.config.exact_pairs,
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
@@ -1184,6 +1185,13 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     return [rounded(p) for p in corrected]
 
 
+FLOOR_NAMES = {
+    "predict_mean": "predicting the training mean",
+    "repeat_last": "repeating the last value",
+    "linear": "a linear least-squares fit of the tokens",
+}
+
+
 def floors(data: Dataset) -> dict[str, float | None]:
     """Return the test MSEs, in standardised target units, of what needs no network.
 
@@ -1197,9 +1205,10 @@ def floors(data: Dataset) -> dict[str, float | None]:
     truth = {split: data.target_scale.apply(data.raw[split][1]) for split in design}
     fit = np.linalg.lstsq(design["train"], truth["train"], rcond=1e-7)[0]
     last = data.target_scale.apply(data.raw["test"][0][:, -1, :1]) if truth["test"].shape[1] == 1 else None
-    guesses = {"predict_mean": 0.0, "repeat_last": last, "linear": design["test"] @ fit}
-    errors = {name: None if guess is None else np.square(guess - truth["test"]) for name, guess in guesses.items()}
-    return {name: None if error is None else float(error.mean()) for name, error in errors.items()}
+    guesses = dict(zip(FLOOR_NAMES, (0.0, last, design["test"] @ fit), strict=True))
+    return {
+        n: None if guess is None else float(np.square(guess - truth["test"]).mean()) for n, guess in guesses.items()
+    }
 
 
 def verdict(pairs: Pairs, seeds: Sequence[int], predict_mean: float | None = None) -> str:
@@ -1328,8 +1337,7 @@ def rollout(model: Model) -> list[dict[str, list[float | None]]]:
         for i, (data, path) in enumerate(zip(model.data, paths, strict=True)):
             history[i] = np.column_stack([history[i][:, -back:], data.target_scale.invert(predicted[i])])
             guesses[i]["rollout"][:, step] = history[i][:, -1]
-            drive = None if path.drive is None else path.drive[piece, recent]
-            token = data.token_scale.apply(encode(history[i], path.times[recent], drive, back))
+            token = data.token_scale.apply(path.encode(history[i], recent))
             window[i] = torch.cat([window[i][:, 1:], torch.from_numpy(token).to(window[i].dtype)], 1)
     model.place(0)
     columns, found = np.array(config.horizons) - 1, []
@@ -1353,10 +1361,10 @@ def knockout(model: Model) -> list[float | None]:
 # 10. Cores and hosts
 # ---------------------------------------------------------------------------------------------------------------------
 
+PARTS: set[Path] = set()  # files that are being written
 GROUP = 16  # runs trained side by side: fewer waste time on dispatch, more gain nothing
 SAVE_EVERY = 3.0  # seconds of training that a kill may cost
 RENDEZVOUS = 45.0  # seconds that a rank waits for the others to start
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 KEY_FIELDS = (  # what a training's numbers depend on, beside data, layer, seed, rate and the script itself
     *("hidden", "batch", "dtype", "length", "sizes", "rollout_steps", "betas", "epsilon", "clip", "probe_sequences"),
 )  # fmt: skip
@@ -1373,12 +1381,14 @@ def sha256(*files: str) -> str:
 def new_file(path: Path) -> Iterator[Any]:
     """Write a file beside its place under a name that nobody has, then rename it: it is there whole or not at all."""
     part = path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.part")
+    PARTS.add(part)
     try:
         with open(part, "xb") as file:
             yield file
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+        PARTS.discard(part)
 
 
 class Store:
@@ -1402,27 +1412,29 @@ class Store:
             ) from None
         self.base = [{name: getattr(config, name) for name in KEY_FIELDS}, versions(), script, track]
 
+    def key(self, run: Run) -> str:
+        """Return the name of a run: a hash of what its numbers depend on."""
+        parts = [self.base, self.data.get(run.seed), None if run.h is None else self.idea, run.seed, run.config]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
+
     def files(self, run: Run) -> dict[int, Path]:
         """Return {epoch reached: file} of a run."""
-        parts = [self.base, self.data.get(run.seed), None if run.h is None else self.idea, run.seed, run.config]
-        self.key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
-        found = [(path.suffixes[0][1:], path) for path in self.folder.glob(f"{self.key}.*.npz") if path.is_file()]
+        found = [(path.suffixes[0][1:], path) for path in self.folder.glob(f"{self.key(run)}.*.npz") if path.is_file()]
         return {int(epoch): path for epoch, path in found if epoch.isdecimal()}
 
     def load(self, run: Run) -> State | None:
         """Return the longest training on disk that goes no further than this command; with --resume alone.  What can't
         be read counts as none, and in `rotten`."""
-        for epoch, path in sorted(self.files(run).items(), reverse=True) if self.resume else ():
-            if epoch <= self.epochs:
-                try:
-                    with np.load(path, allow_pickle=False) as file:
-                        if str(file["key"]) != self.key:
-                            raise ValueError("another run's, under this one's name")
-                        curve = dict(zip(file["epochs"].tolist(), file["curve"].tolist(), strict=True))
-                        arrays = [file[name] for name in ("weights", "mean", "square")]
-                        return State(epoch, *arrays, bool(file["finite"]), curve)
-                except Exception:  # zipfile, zlib and NumPy raise a dozen kinds for a file that was bent
-                    self.rotten += 1
+        reached = sorted(self.files(run).items(), reverse=True) if self.resume else []
+        for epoch, path in [(epoch, path) for epoch, path in reached if epoch <= self.epochs]:
+            try:
+                with np.load(path, allow_pickle=False) as file:
+                    if str(file["key"]) != self.key(run):
+                        raise ValueError("another run's, under this one's name")
+                    curve = {int(epoch): score for epoch, score in file["curve"].reshape(-1, 2).tolist()}
+                    return State(epoch, file["weights"], file["mean"], file["square"], bool(file["finite"]), curve)
+            except Exception:  # zipfile, zlib and NumPy raise a dozen kinds for a file that was bent
+                self.rotten += 1
         return None
 
     def save(self, run: Run, state: State) -> None:
@@ -1430,9 +1442,9 @@ class Store:
         arrays = {name: getattr(state, name) for name in ("weights", "mean", "square", "finite")}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            earlier = self.files(run)
-            with new_file(self.folder / f"{self.key}.{state.epoch}.npz") as file:
-                np.savez(file, key=self.key, epochs=list(state.curve), curve=list(state.curve.values()), **arrays)
+            earlier, key = self.files(run), self.key(run)
+            with new_file(self.folder / f"{key}.{state.epoch}.npz") as file:
+                np.savez(file, key=key, curve=list(state.curve.items()), **arrays)
             for path in (path for epoch, path in earlier.items() if epoch < state.epoch):
                 path.unlink(missing_ok=True)
         except OSError as error:
@@ -1457,37 +1469,37 @@ def train_runs(config: Config, store: Store, group: Group, tick: Callable[[int],
         return dict(zip(runs, records(training), strict=True))
 
 
-def probe_runs(config: Config, store: Store, group: Group, tick: Callable[[int], None]) -> dict[Run, dict[str, Any]]:
+def probe_runs(config: Config, group: Group, tick: Callable[[int], None]) -> dict[Run, dict[str, Any]]:
     """Measure finished runs: the closed loop, of a baseline the floors and facts of its data, of an idea its signature,
     before training too, and its knockout."""
     runs, states = zip(*group, strict=True)
     with computing(config):
         model = Training(Model(config, runs), states).model
         found = rollout(model)
-        if runs[0].h is not None:
+        if runs[0].h is None:
+            for row, data in zip(found, model.data, strict=True):
+                row |= {"floors": floors(data), "shape": data.shape, "test_digest": data.digest("test")}
+                row |= {"sequences": {split: len(data.raw[split][0]) for split in SPLITS}}
+                row["test_in_train"] = data.share_in_train("test")
+        else:
             parts = zip(signature(model), signature(Model(config, runs)), knockout(model), strict=True)
-            found = [row | dict(zip(("signature", "untrained", "knockout"), own, strict=True))
-                     for row, own in zip(found, parts, strict=True)]  # fmt: skip
-        for row, data in zip(found, model.data, strict=True) if runs[0].h is None else ():
-            row |= {"floors": floors(data), "shape": data.shape, "test_digest": data.digest("test")}
-            row |= {"sequences": {split: len(data.raw[split][0]) for split in SPLITS}}
-            row["test_in_train"] = data.share_in_train("test")
+            for row, own in zip(found, parts, strict=True):
+                row |= dict(zip(("signature", "untrained", "knockout"), own, strict=True))
         return dict(zip(runs, found, strict=True))
 
 
 def plan(group: Group, jobs: int) -> list[Group]:
-    """Share runs out into groups that can train together, in the order of seeds, as many in each job as in another.
+    """Share runs out into groups that can train together, in the order of seeds, as many for each job as for another.
 
-    Together trains what has the same number of layers and stands at the same epoch.  Dealt like cards, the groups of a
-    seed come to the same job, which has its data already.
+    Together trains what has the same number of layers and stands at the same epoch, at most GROUP runs.  Dealt like
+    cards, the groups of a seed come to the same job, which has its data already.
     """
     kinds: dict[Any, list[tuple[Run, State | None]]] = {}
     for run, state in sorted(group, key=lambda pair: (pair[0].seed, pair[0].h or (), pair[0].lr)):
         kinds.setdefault((-len(run.h or ()), state.epoch if state else 0), []).append((run, state))
     groups: list[Group] = []
     for _, members in sorted(kinds.items()):
-        count = math.ceil(len(members) / min(GROUP, math.ceil(len(group) / jobs)))
-        count = min(len(members), math.ceil(count / jobs) * jobs)
+        count = min(len(members), jobs * math.ceil(len(members) / (jobs * GROUP)))
         edges = [round(i * len(members) / count) for i in range(count + 1)]
         groups += [members[start:stop] for start, stop in itertools.pairwise(edges)]
     return groups
@@ -1517,34 +1529,26 @@ class Progress:
     def tick(self, count: int) -> None:
         """Count epochs of runs, and say so if it is time."""
         self.done, self.left, now = self.done + count, max(0, self.left - count), time.monotonic()
-        if self.out is None or now - self.shown < self.INTERVAL:
+        if self.out is None or now - self.shown < self.INTERVAL or not self.done + self.left:
             return
         self.shown, elapsed = now, round(now - self.start)
         left = f", about {elapsed / self.done * self.left:.0f} s left" if self.done else ""
-        line = f"stage2_bench: {self.done} of {self.done + self.left} epochs of runs, {elapsed} s{left}"
         with contextlib.suppress(OSError, ValueError):
+            line = f"stage2_bench: {self.done} of {self.done + self.left} epochs of runs, {elapsed} s{left}"
             print(line, file=self.out, flush=True)
 
 
-@contextlib.contextmanager
-def alone(progress: Progress) -> Iterator[Over]:
-    """Do the groups one after the other in this process."""
-
-    def over(task: Callable[..., Any], groups: Sequence[Group]) -> Iterator[dict[Run, Any]]:
-        for group in groups:
-            with failure_named(group):
-                found = task(group, progress.tick)
-            yield found
-
-    yield over
+def block_signals() -> None:
+    """Let only `leave` see signals, as a script; processes and threads that start later inherit that."""
+    if __name__ == "__main__" and hasattr(signal, "sigwait"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def start_worker(counters: Any, index: int) -> None:
-    """Prepare a worker process: one thread, signals left to the parent, no life without the parent, and its own one of
+    """Prepare a worker process: one thread, Ctrl-C left to the parent, no life without the parent, and its own one of
     the shared counters."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
-    if hasattr(signal, "pthread_sigmask"):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwait"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     torch.set_num_threads(1)
 
@@ -1565,26 +1569,6 @@ def work(task: Callable[..., Any], group: Group) -> dict[Run, Any]:
 
 
 @contextlib.contextmanager
-def signals_held() -> Iterator[None]:
-    """Hold stop signals back while a process starts: fork hooks would swallow what a handler raises, and a new child,
-    which inherits the mask, must not see them before `start_worker`.  What came meanwhile is raised at the end."""
-    if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in STOP_SIGNALS}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number in came[:1]:
-            signal.raise_signal(number)
-
-
-@contextlib.contextmanager
 def workers(progress: Progress, jobs: int, fork: bool) -> Iterator[Over]:
     """Deal the groups to single-process executors like cards.  Raises RunError if a worker dies, or can't start."""
     before, pools = set(multiprocessing.active_children()), []
@@ -1592,7 +1576,7 @@ def workers(progress: Progress, jobs: int, fork: bool) -> Iterator[Over]:
     def over(task: Callable[..., Any], groups: Sequence[Group]) -> Iterator[dict[Run, Any]]:
         waiting, counted = {}, sum(counters)
         for i, group in enumerate(groups):
-            with failure_named(group), signals_held():
+            with failure_named(group):
                 waiting[pools[i % jobs].submit(work, task, group)] = group
         while waiting:
             done, _ = concurrent.futures.wait(waiting, 0.5, concurrent.futures.FIRST_COMPLETED)
@@ -1608,6 +1592,7 @@ def workers(progress: Progress, jobs: int, fork: bool) -> Iterator[Over]:
         counters = context.RawArray("Q", jobs)
         for i in range(jobs):
             pools.append(concurrent.futures.ProcessPoolExecutor(1, context, start_worker, (counters, i)))
+        block_signals()  # multiprocessing's resource tracker, which starts with them, has let them through
     except OSError as error:  # no shared memory or semaphores to be had
         raise RunError(f"worker processes can't start ({one_line(error)}): try --jobs 1") from None
     try:
@@ -1619,47 +1604,35 @@ def workers(progress: Progress, jobs: int, fork: bool) -> Iterator[Over]:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def waited(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Call what may wait for other ranks, in a thread, so that signals end the wait."""
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def call() -> None:
-        try:
-            future.set_result(function(*args, **named))
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=call, daemon=True).start()
-    while not future.done():
-        concurrent.futures.wait([future], 0.1)
-    return future.result()
-
-
 class Ranks:
-    """The ranks of torchrun (gloo), in step: every rank learns every result, in the same order."""
+    """The ranks of torchrun (gloo), in step: each learns every result, in the same order.  Without torchrun, this
+    process is the only one."""
 
     def __init__(self) -> None:
-        distributed = torch.distributed
-        try:
-            waited(distributed.init_process_group, "gloo", timeout=timedelta(seconds=RENDEZVOUS))
-            self.group = waited(distributed.new_group, backend="gloo", timeout=timedelta(days=365))
-        except Exception as error:
-            what = f"the ranks that RANK and WORLD_SIZE speak of did not meet within {RENDEZVOUS:.0f} s"
-            raise RunError(f"{what}: start under torchrun, or unset both ({one_line(error)[:160]})") from None
-        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        self.torchrun, self.rank, self.size = "RANK" in os.environ and "WORLD_SIZE" in os.environ, 0, 1
+        if self.torchrun:
+            distributed = torch.distributed
+            try:
+                distributed.init_process_group("gloo", timeout=timedelta(seconds=RENDEZVOUS))
+                self.group = distributed.new_group(backend="gloo", timeout=timedelta(days=365))
+            except Exception as error:
+                what = f"the ranks that RANK and WORLD_SIZE speak of did not meet within {RENDEZVOUS:.0f} s"
+                raise RunError(f"{what}: start under torchrun, or unset both ({one_line(error)[:160]})") from None
+            self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value.  Raises RunError where a rank is lost."""
-        values: list[Any] = [None] * self.size
+        values = [value] * self.size
         try:
-            waited(torch.distributed.all_gather_object, values, value, group=self.group)
+            if self.torchrun:
+                torch.distributed.all_gather_object(values, value, group=self.group)
         except RuntimeError as error:
             raise RunError(f"a rank was lost; --resume goes on from the rest ({one_line(error)[:120]})") from None
         return values
 
     @contextlib.contextmanager
     def working(self, progress: Progress) -> Iterator[Over]:
-        """Do the groups in rounds, one a rank."""
+        """Do the groups in rounds, one a rank, in this process."""
 
         def over(task: Callable[..., Any], groups: Sequence[Group]) -> Iterator[dict[Run, Any]]:
             for start in range(0, len(groups), self.size):
@@ -1669,6 +1642,8 @@ class Ranks:
                         with failure_named(group):
                             result = task(group, lambda count: progress.tick(count * self.size))
                 except (UsageError, RunError) as error:  # the others wait for this rank: tell them, then fail together
+                    if not self.torchrun:
+                        raise
                     result = f"rank {self.rank}: {error}"
                 for found in self.gather(result):
                     if isinstance(found, str):
@@ -1676,34 +1651,32 @@ class Ranks:
                     yield found
 
         yield over
-        waited(torch.distributed.destroy_process_group)  # after a failure the peers may be gone: torchrun ends the rest
+        if self.torchrun:  # after a failure the peers may be gone: torchrun ends the rest
+            torch.distributed.destroy_process_group()
 
 
 class Execution:
     """Trains and probes runs over a backend; knows what is on disk, and what was trained before."""
 
-    def __init__(self, config: Config, store: Store, over: Over, jobs: int, progress: Progress, ranks: Any) -> None:
+    def __init__(self, config: Config, store: Store, over: Over, jobs: int, progress: Progress, ranks: Ranks) -> None:
         self.config, self.store, self.over, self.jobs, self.progress = config, store, over, jobs, progress
-        self.ranks: Ranks | None = ranks
-        self.records: dict[Run, Record] = {}
+        self.ranks, self.records = ranks, {}
 
     def train(self, runs: Sequence[Run]) -> dict[Run, Record]:
         """Return the records of runs, and all earlier ones; trains what is neither known nor on disk."""
-        config, store, wanted = self.config, self.store, [run for run in dict.fromkeys(runs) if run not in self.records]
-        writes = self.ranks is None or self.ranks.rank == 0
-        states = {run: store.load(run) if writes else None for run in wanted}
-        states = self.ranks.gather(states)[0] if self.ranks else states
+        config, store, writes = self.config, self.store, self.ranks.rank == 0
+        wanted = [run for run in dict.fromkeys(runs) if run not in self.records]
+        states = self.ranks.gather({run: store.load(run) for run in wanted} if writes else None)[0]
         if store.rotten:
             complain(f"warning: {store.folder}: {store.rotten} files could not be read; those runs train again")
             store.rotten = 0
-        left = sum(config.epochs - (state.epoch if state else 0) for state in states.values())
+        self.progress.left = sum(config.epochs - (state.epoch if state else 0) for state in states.values())
         if not self.records:  # after the sweep, the pairs
-            left += 3 * (len(config.seeds) - config.sweep_seeds) * config.epochs
-        self.progress.left = left
+            self.progress.left += 3 * (len(config.seeds) - config.sweep_seeds) * config.epochs
         self.progress.tick(0)
         for found in self.over(functools.partial(train_runs, config, store), plan(list(states.items()), self.jobs)):
             self.records |= found
-            for run, record in found.items() if self.ranks and writes else ():  # of hosts that do not share this folder
+            for run, record in found.items() if writes else ():  # a host that does not share this folder has trained it
                 if config.epochs not in store.files(run):
                     store.save(run, record.state)
         return self.records
@@ -1711,17 +1684,16 @@ class Execution:
     def probe(self, found: Mapping[Run, Record]) -> dict[Run, dict[str, Any]]:
         """Return what is measured of finished runs."""
         groups = plan([(run, record.state) for run, record in found.items()], self.jobs)
-        results = self.over(functools.partial(probe_runs, self.config, self.store), groups)
+        results = self.over(functools.partial(probe_runs, self.config), groups)
         return {run: probed for result in results for run, probed in result.items()}
 
 
 def available_cpus() -> int:
     """Return the CPUs that this process may use: its affinity, and the quota of its container (cgroup v2)."""
-    affinity, top = getattr(os, "sched_getaffinity", None), Path("/sys/fs/cgroup")
-    cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError):
         place = re.search(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
-        here = top / (place[1] if place else "")
+        here = Path("/sys/fs/cgroup") / (place[1] if place else "")
         for folder in (here, *here.parents):
             with contextlib.suppress(OSError, ValueError):
                 quota, period = (folder / "cpu.max").read_text().split()
@@ -1738,7 +1710,13 @@ REPORT, OUTPUT, STORE = "bench_report.json", "stage2_output.txt", ".stage2_runs"
 # Derived: what `derive` makes of the others; must follow from their own report, and need not be equal.  All others are
 # contract: what was run, with what, in which form; must be equal.
 MEASURED = {
-    *("per_seed", "sweep", "idea_sweep", "isolated_mechanism", "transport_confirmed", "mechanism_untrained", "floor"),
+    "per_seed",
+    "sweep",
+    "idea_sweep",
+    "isolated_mechanism",
+    "transport_confirmed",
+    "mechanism_untrained",
+    "floor",
 }
 DERIVED = {
     *("best_cfg", "best_idea_cfg", "mean", "std", "comparison", "attenuation_relative_error", "confirmed", "best"),
@@ -1748,11 +1726,11 @@ DERIVED = {
 
 
 def best_config(sweep: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the configuration of the row that wins a printed sweep."""
-    grid, means = [], [math.inf if row["mean"] is None else row["mean"] for row in sweep]
-    for row in sweep:
-        grid.append((row["cfg"]["lr"], row["cfg"]["h"]))
-    return dict(zip(("lr", "h"), best_row(grid, means), strict=True))
+    """Return the configuration of the row that wins a printed sweep, by the rule of `best_row`."""
+    grid = [(row["cfg"]["lr"], row["cfg"]["h"]) for row in sweep]
+    ordered = [(lr, tuple(h) if isinstance(h, list) else (h,)) for lr, h in grid]
+    best = best_row(ordered, [math.inf if row["mean"] is None else row["mean"] for row in sweep])
+    return dict(zip(("lr", "h"), grid[ordered.index(best)], strict=True))
 
 
 def relative_error(observed: float | None, predicted: float | None) -> float | None:
@@ -1773,21 +1751,21 @@ def derive(report: dict[str, Any], config: Config) -> dict[str, Any]:
     So a new report gets them, and so does a copy of one that is to be checked.
     """
     extra, arms, block = report.get("extensions"), arms_of(report), report["mechanism_signature"]
-    pairs, start = Pairs(*(arms[name][1]["per_seed"] for name in ARMS[:2]), config), 0
+    pairs = Pairs(*(arms[name][1]["per_seed"] for name in ARMS[:2]), config)
     for sweep, full in arms.values():
         scores = full["per_seed"]
         full |= {"mean": mean_of(scores), "std": std_of(scores), "n": len(scores)}
         for row in sweep if extra else ():  # the winner's mean is that of the first of its own scores
             if row["cfg"] == best_config(sweep):
                 row["mean"] = mean_of(scores[: extra["options"]["sweep_seeds"]])
+    first, predict_mean = 0, None
     if extra:
-        derive_extensions(report, pairs)
-        start = extra["options"]["seeds"][0]
-    report["baseline"]["best_cfg"] = best_config(report["baseline"]["sweep"])
-    report["baseline"]["union_lr_grid"] = list(dict.fromkeys(row["cfg"]["lr"] for row in report["baseline"]["sweep"]))
-    report["best_idea_cfg"] = best_config(report["idea_sweep"])
-    predict_mean = (extra["floors"]["predict_mean"] or {}).get("mean") if extra else None
-    text = verdict(pairs, range(start, start + len(pairs.first)), predict_mean)
+        derive_extensions(report, arms, pairs)
+        first, predict_mean = extra["options"]["seeds"][0], (extra["floors"]["predict_mean"] or {}).get("mean")
+    rates = list(dict.fromkeys(row["cfg"]["lr"] for row in arms["baseline"][0]))
+    report["baseline"] |= {"best_cfg": best_config(arms["baseline"][0]), "union_lr_grid": rates}
+    report["best_idea_cfg"] = best_config(arms["idea"][0])
+    text = verdict(pairs, range(first, first + len(pairs.first)), predict_mean)
     report["comparison"] = {
         "delta_mean": pairs.delta_mean,
         "idea_wins": pairs.wins,
@@ -1797,26 +1775,24 @@ def derive(report: dict[str, Any], config: Config) -> dict[str, Any]:
         "system_worked": text == "idea better (significant)",
     }
     if block is not None:  # the built-in layer is judged by its attenuation, another by every observed_X that it gives
-        names, errors = [key[9:] for key in block if key.startswith("observed_")], []
-        for name in [name for name in names if name in KineticLayer.judged or "prediction" not in block]:
+        built_in, errors = isinstance(block.get("prediction"), str), []
+        for name in KineticLayer.judged if built_in else [key[9:] for key in block if key.startswith("observed_")]:
             errors.append(relative_error(block[f"observed_{name}"], block.get(f"predicted_{name}")))
-            if "prediction" in block:
-                block[KineticLayer.judged[name]] = errors[-1]
+            block |= {KineticLayer.judged[name]: errors[-1]} if built_in else {}
         block["confirmed"] = bool(errors) and all(error is not None and error <= config.tolerance for error in errors)
     return report
 
 
-def derive_extensions(report: Mapping[str, Any], pairs: Pairs) -> None:
+def derive_extensions(report: Mapping[str, Any], arms: Mapping[str, tuple[list[Any], Any]], pairs: Pairs) -> None:
     """Fill in the derived fields of what the reference does not have."""
-    extra, arms, config = report["extensions"], arms_of(report), pairs.config
-    means, sweep_seeds = {name: full["mean"] for name, (_, full) in arms.items()}, extra["options"]["sweep_seeds"]
+    extra, config, curve = report["extensions"], pairs.config, report["extensions"]["learning_curve"]
+    means = {name: full["mean"] for name, (_, full) in arms.items()}
     blocks = {name: extra["floors"][name] for name in FLOOR_NAMES if extra["floors"][name]}
     for block in blocks.values():
         block["mean"] = mean_of(block["per_seed"])
-    extra["floors"]["best"] = best = min(blocks, key=lambda name: blocks[name]["mean"], default=None)
-    known = [name for name, mean in means.items() if best and mean is not None]
-    extra["floors"]["beaten_by"] = [name for name in known if means[name] < blocks[best]["mean"]]
-    floor = mean_of(blocks["predict_mean"]["per_seed"][:sweep_seeds]) if "predict_mean" in blocks else math.inf
+    best = min(blocks, key=lambda name: blocks[name]["mean"], default=None)
+    beaten_by = [name for name, mean in means.items() if best and mean is not None and mean < blocks[best]["mean"]]
+    extra["floors"] |= {"best": best, "beaten_by": beaten_by}
     extra["statistics"] = {
         "p_exact": pairs.p_exact,
         "p_floor": 2.0 ** (1 - len(pairs.first)),
@@ -1827,22 +1803,24 @@ def derive_extensions(report: Mapping[str, Any], pairs: Pairs) -> None:
         "share_won": None if pairs.d is None else rounded(pairs.wins / len(pairs.d)),
         "reason_for_null": pairs.reason_for_null,
     }
-    lost, flagged = {json.dumps([row["model"], row["cfg"]]): row["diverged_seeds"] for row in extra["flagged"]}, []
+    lost, extra["flagged"] = {json.dumps([row["model"], row["cfg"]]): row for row in extra["flagged"]}, []
+    limit = math.inf
+    if "predict_mean" in blocks:
+        limit = mean_of(blocks["predict_mean"]["per_seed"][: extra["options"]["sweep_seeds"]])
     for name, (sweep, _) in arms.items():
-        block, winner = extra["selection"][name], best_config(sweep)
+        block, winner, hs = extra["selection"][name], best_config(sweep), [row["cfg"]["h"] for row in sweep]
         block["edge"] = edge(winner["lr"], [row["cfg"]["lr"] for row in sweep if row["cfg"]["h"] == winner["h"]])
         block["configurations"] = len(sweep)
-        if name == "idea":
-            single = sorted({row["cfg"]["h"] for row in sweep if not isinstance(row["cfg"]["h"], list)})
+        if "h_edge" in block:
+            single = sorted({h for h in hs if not isinstance(h, list)})
             block["h_edge"] = edge(winner["h"], single) if len(single) > 1 and winner["h"] in single else None
-        if name != "placebo":
+        if "agrees" in block:
             choice = block["validation_choice"]
             block["agrees"] = None if choice is None else choice == winner
-        for row in [row for row in sweep if row["mean"] is None or row["mean"] > floor]:
+        for row in [row for row in sweep if row["mean"] is None or row["mean"] > limit]:
             reason = "diverged" if row["mean"] is None else "worse than predicting the mean"
-            seeds = lost.get(json.dumps([name, row["cfg"]]), [])
-            flagged.append({"model": name, "cfg": row["cfg"], "reason": reason, "diverged_seeds": seeds})
-    extra["flagged"], curve = flagged, extra["learning_curve"]
+            seeds = lost.get(json.dumps([name, row["cfg"]]), {"diverged_seeds": []})["diverged_seeds"]
+            extra["flagged"].append({"model": name, "cfg": row["cfg"], "reason": reason, "diverged_seeds": seeds})
     for row in curve:
         row |= {name: None if row["per_seed"][name] is None else mean_of(row["per_seed"][name]) for name in ARMS}
         row["p_exact"] = Pairs(row["per_seed"]["baseline"], row["per_seed"]["idea"], config).p_exact
@@ -1850,21 +1828,20 @@ def derive_extensions(report: Mapping[str, Any], pairs: Pairs) -> None:
     for name in ARMS:
         told = half and None not in (curve[-1][name], half[0][name])
         extra["still_learning"][name] = curve[-1][name] < config.learning * half[0][name] if told else None
+    if "placebo" in arms:
+        extra["placebo"]["best_cfg"] = best_config(arms["placebo"][0])
     for name in ARMS[:2] if "placebo" in arms else ():
         versus = Pairs(arms[name][1]["per_seed"], arms["placebo"][1]["per_seed"], config)
-        extra["placebo"]["best_cfg"] = best_config(arms["placebo"][0])
-        extra["placebo"][f"versus_{name}"] = {
-            "delta_mean": versus.delta_mean,
-            "placebo_wins": None if versus.d is None else versus.wins,
-            "p_exact": versus.p_exact,
-            "p_value": rounded(versus.p_value),
-        }
+        wins = None if versus.d is None else versus.wins
+        own = {"delta_mean": versus.delta_mean, "placebo_wins": wins}
+        extra["placebo"][f"versus_{name}"] = own | {"p_exact": versus.p_exact, "p_value": rounded(versus.p_value)}
     if extra["knockout"] is not None:
-        mean = extra["knockout"]["mean"] = mean_of(extra["knockout"]["per_seed"])
-        extra["knockout"]["ratio"] = rounded(mean / means["idea"]) if mean is not None and means["idea"] else None
+        mean = mean_of(extra["knockout"]["per_seed"])
+        ratio = rounded(mean / means["idea"]) if mean is not None and means["idea"] else None
+        extra["knockout"] |= {"mean": mean, "ratio": ratio}
     for row in extra["rollout"] or ():
         scores = [row["per_seed"][name] for name in ARMS[:2]]
-        row["baseline"], row["idea"] = (mean_of(own, 7) for own in scores)
+        row |= {name: mean_of(own, 7) for name, own in zip(ARMS, scores, strict=False)}
         row["p_exact"] = Pairs(*scores, config, digits=7).p_exact
     for row, p in zip(extra["rollout"] or (), holm([row["p_exact"] for row in extra["rollout"] or ()]), strict=True):
         row["p_holm"] = p
@@ -1875,18 +1852,14 @@ def file_name(path: str) -> str:
     return os.fsencode(Path(path).name).decode("utf-8", "backslashreplace")
 
 
-def file_identity(path: str, name: str | None = None) -> dict[str, str]:
-    """Return a user's file as the report names it: its name, without folders, its SHA-256, and the class if any."""
-    return {"file": file_name(path), "sha256": sha256(path)} | ({} if name is None else {"class": name})
-
-
-def seed_means(dicts: Sequence[Mapping[str, float | None]], kind: str = "") -> dict[str, float | None]:
-    """Return the means over the seeds of a signature's numbers of a kind, as printed; None where a seed lacks one."""
+def seed_means(dicts: Sequence[Mapping[str, float | None]], kind: str = "") -> dict[str, float | None] | None:
+    """Return the means over the seeds of a signature's numbers of a kind, as printed; None where a seed lacks one, or
+    for all, where there are none."""
     found: dict[str, float | None] = {}
     for name in dict.fromkeys(name for one in dicts for name in one if name.startswith(kind)):
         values = [one.get(name) for one in dicts]
         found[name] = None if None in values else rounded(float(np.mean(values)), 7)
-    return found
+    return found or None
 
 
 def build_report(config: Config, arms: Mapping[str, Arm], reason: str | None) -> dict[str, Any]:
@@ -1894,168 +1867,147 @@ def build_report(config: Config, arms: Mapping[str, Arm], reason: str | None) ->
 
     What is measured is put in its place here, beside the names of derived fields, which `derive` fills in.
     """
-    baseline, idea, placebo = arms["baseline"], arms["idea"], arms.get("placebo")
-    built_in, own_track = config.idea in LAYERS, config.track not in TRACKS
-    probes = baseline.probes
-
-    def empty(*names: str) -> dict[str, Any]:
-        return dict.fromkeys(names)
-
-    def scores(arm: Arm) -> dict[str, Any]:
-        return empty("mean", "std") | {"per_seed": arm.scores} | empty("n")
-
-    def cfg(row: Row) -> dict[str, Any]:
-        return Run(0, *row).config
-
-    def sweep(arm: Arm) -> list[dict[str, Any]]:
-        return [{"cfg": cfg(row), "mean": rounded(mean)} for row, mean in zip(arm.grid, arm.means, strict=True)]
-
-    def choice(arm: Arm) -> dict[str, Any]:
-        sound = math.isfinite(min(arm.validation))
-        return {"validation_choice": cfg(best_row(arm.grid, arm.validation)) if sound else None} | empty("agrees")
-
-    floor_scores = {name: [rounded(probe["floors"][name]) for probe in probes] for name in FLOOR_NAMES}
-    curves = {name: [record.state.curve for record in arms[name].records] if name in arms else None for name in ARMS}
-    isolated = isolated_mechanism(config, idea.best[1][0], probes[0]["shape"]) if built_in else None
+    baseline, idea, built_in = arms["baseline"], arms["idea"], config.idea in LAYERS
+    path, name = split_idea(config.idea)
     signature = seed_means([probe["signature"] for probe in idea.probes])
     if built_in:
-        first, *rest = signature.items()
-        attenuation, *rest = rest
-        judged = [("prediction", KineticLayer.prediction), first, attenuation, ("attenuation_relative_error", None)]
-        signature = dict([*judged, *rest])
-    loop = []
-    for i, horizon in enumerate(config.horizons if "rollout" in probes[0] else ()):
-        of = {key: [rounded(probe[key][i], 7) for probe in probes] for key in ("floor", "predict_mean", "rollout")}
-        own = {"baseline": of["rollout"], "idea": [rounded(probe["rollout"][i], 7) for probe in idea.probes]}
-        row = {"horizon": horizon, "floor": mean_of(of["floor"], 7), "predict_mean": mean_of(of["predict_mean"], 7)}
-        loop.append(row | empty("baseline", "idea") | {"per_seed": own} | empty("p_exact", "p_holm"))
-    extensions = {
-        "options": {
-            "seeds": [config.seeds[0], config.seeds[-1] + 1],
-            **{
-                name: getattr(config, name)
-                for name in ("sweep_seeds", "epochs", "hidden", "batch", "dtype", "lr_search")
-            },
-            "idea": config.idea if built_in else file_identity(*split_idea(config.idea)),
-        },
-        "data": {
-            **probes[0]["sequences"],
-            "distinct_test_sets": len({probe["test_digest"] for probe in probes}),
-            "test_in_train": rounded(max(probe["test_in_train"] for probe in probes)),
-        },
-        "floors": {n: None if None in own else empty("mean") | {"per_seed": own} for n, own in floor_scores.items()}
-        | empty("best", "beaten_by"),
-        "statistics": None,
-        "selection": {
-            "baseline": empty("edge", "configurations") | choice(baseline),
-            "idea": empty("edge", "h_edge", "configurations") | choice(idea),
-            "placebo": placebo and empty("edge", "configurations"),
-        },
-        "flagged": [
-            {"model": name, "cfg": cfg(row), "diverged_seeds": list(seeds)}
-            for name, arm in arms.items()
-            for row, seeds in zip(arm.grid, arm.lost, strict=True)
-        ],
-        "learning_curve": [
-            {"epoch": epoch, **empty(*ARMS)}
-            | {"per_seed": {n: own and [rounded(curve[epoch]) for curve in own] for n, own in curves.items()}}
-            for epoch in config.checkpoints
-        ],
-        "still_learning": empty(*ARMS),
-        "placebo": {"reason": reason}
-        if placebo is None
-        else {"best_cfg": None, "sweep": sweep(placebo), "full": scores(placebo)}
-        | empty("versus_baseline", "versus_idea")
-        | {"parameters": placebo.records[0].parameters},
-        "knockout": placebo
-        and {"mean": None, "per_seed": [rounded(probe["knockout"]) for probe in idea.probes], "ratio": None},
-        "isolated_mechanism": isolated,
-        "transport_confirmed": isolated and isolated.pop("transport_confirmed"),
-        "mechanism_untrained": seed_means([probe["untrained"] for probe in idea.probes], "observed_") or None,
-        "rollout": loop or None,
-    }
+        *attenuation, predicted, observed = signature.items()
+        judged = [("prediction", KineticLayer.prediction), *attenuation, ("attenuation_relative_error", None)]
+        signature = dict([*judged, predicted, observed])
+    own_track = (
+        {"file": file_name(config.track), "sha256": sha256(config.track)} if config.track not in TRACKS else None
+    )
     report = {
         "bench_version": 1,
-        "track": file_name(config.track).removesuffix(".py") if own_track else config.track,
-        "model": f"rnn_small_{config.idea if built_in else split_idea(config.idea)[1]}_vs_raw",
+        "track": own_track["file"].removesuffix(".py") if own_track else config.track,
+        "model": f"rnn_small_{config.idea if built_in else name}_vs_raw",
         "metric_direction": "lower is better",
         "n_seeds": len(config.seeds),
-        "baseline": {"best_cfg": None, "sweep": sweep(baseline), "full": scores(baseline), "union_lr_grid": None},
-        "idea": scores(idea),
+        "baseline": {"best_cfg": None} | printed_arm(baseline) | {"union_lr_grid": None},
+        "idea": printed_arm(idea)["full"],
         "comparison": None,
-        "mechanism_signature": signature or None,
-        "idea_sweep": sweep(idea),
+        "mechanism_signature": signature,
+        "idea_sweep": printed_arm(idea)["sweep"],
         "best_idea_cfg": None,
         "parameter_parity": {name: arms[name].records[0].parameters for name in ARMS[:2]},
-        "custom_track": file_identity(config.track) if own_track else None,
-        "extensions": extensions,
+        "custom_track": own_track,
+        "extensions": build_extensions(config, arms, reason),
     }
+    known_as = config.idea if built_in else {"file": file_name(path), "sha256": sha256(path), "class": name}
+    report["extensions"]["options"]["idea"] = known_as
     return derive(report, config)
 
 
-def to_json(document: Any) -> str:
-    """Serialise strictly (no NaN), indented by two spaces, with a final newline."""
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+def printed_arm(arm: Arm) -> dict[str, Any]:
+    """Return an arm's sweep and scores as the report has them."""
+    sweep = [{"cfg": Run(0, *row).config, "mean": rounded(mean)} for row, mean in zip(arm.grid, arm.means, strict=True)]
+    return {"sweep": sweep, "full": {"mean": None, "std": None, "per_seed": arm.scores, "n": None}}
 
 
-def write_files(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write all files or none: each whole beside its place first, then all renamed.  Raises RunError on failure."""
-    try:
-        with contextlib.ExitStack() as stack:
-            for name, text in texts.items():
-                file = stack.enter_context(new_file(folder / name))
-                file.write(text.encode())
-                file.flush()  # all are on the disk before the first is renamed
-    except OSError as error:
-        what = f"cannot write {', '.join(texts)} in {folder}"
-        raise RunError(f"{what}: {error.strerror}; older files are whole") from None
+def build_extensions(config: Config, arms: Mapping[str, Arm], reason: str | None) -> dict[str, Any]:
+    """Return what the reference does not have, from `options` on."""
+    empty, options = dict.fromkeys, ("sweep_seeds", "epochs", "hidden", "batch", "dtype", "lr_search")
+    baseline, idea, placebo = (arms.get(name) for name in ARMS)
+    probes, built_in = baseline.probes, config.idea in LAYERS
+
+    def choice(arm: Arm) -> dict[str, Any]:
+        sound = math.isfinite(min(arm.validation))
+        best = Run(0, *best_row(arm.grid, arm.validation)).config if sound else None
+        return {"validation_choice": best, "agrees": None}
+
+    own = {name: [rounded(probe["floors"][name]) for probe in probes] for name in FLOOR_NAMES}
+    floor_blocks = {n: None if None in scores else {"mean": None, "per_seed": scores} for n, scores in own.items()}
+    shared = max(probe["test_in_train"] for probe in probes)
+    test_sets = {
+        "distinct_test_sets": len({probe["test_digest"] for probe in probes}),
+        "test_in_train": rounded(shared),
+    }
+    flagged = [
+        {"model": name, "cfg": Run(0, *row).config, "diverged_seeds": list(seeds)}
+        for name, arm in arms.items()
+        for row, seeds in zip(arm.grid, arm.lost, strict=True)
+    ]
+    curves = {name: [record.state.curve for record in arms[name].records] if name in arms else None for name in ARMS}
+    curve_rows, loop = [], []
+    for epoch in config.checkpoints:
+        scores = {name: own and [rounded(curve[epoch]) for curve in own] for name, own in curves.items()}
+        curve_rows.append({"epoch": epoch, **empty(ARMS), "per_seed": scores, "p_exact": None})
+    for i, horizon in enumerate(config.horizons if "rollout" in probes[0] else ()):
+        of = {key: [rounded(probe[key][i], 7) for probe in probes] for key in ("floor", "predict_mean", "rollout")}
+        scores = {"baseline": of["rollout"], "idea": [rounded(probe["rollout"][i], 7) for probe in idea.probes]}
+        row = {"horizon": horizon} | {key: mean_of(of[key], 7) for key in ("floor", "predict_mean")}
+        loop.append(row | empty(ARMS[:2]) | {"per_seed": scores, "p_exact": None, "p_holm": None})
+    isolated = isolated_mechanism(config, idea.best[1][0], probes[0]["shape"]) if built_in else None
+    without = {"reason": reason}
+    if placebo:
+        versus = empty(("versus_baseline", "versus_idea")) | {"parameters": placebo.records[0].parameters}
+        without = {"best_cfg": None} | printed_arm(placebo) | versus
+    knocked = [rounded(probe["knockout"]) for probe in idea.probes]
+    return {
+        "options": {"seeds": [config.seeds[0], config.seeds[-1] + 1]}
+        | {name: getattr(config, name) for name in options},
+        "data": probes[0]["sequences"] | test_sets,
+        "floors": floor_blocks | empty(("best", "beaten_by")),
+        "statistics": None,
+        "selection": {
+            "baseline": empty(("edge", "configurations")) | choice(baseline),
+            "idea": empty(("edge", "h_edge", "configurations")) | choice(idea),
+            "placebo": placebo and empty(("edge", "configurations")),
+        },
+        "flagged": flagged,
+        "learning_curve": curve_rows,
+        "still_learning": empty(ARMS),
+        "placebo": without,
+        "knockout": placebo and {"mean": None, "per_seed": knocked, "ratio": None},
+        "isolated_mechanism": isolated,
+        "transport_confirmed": isolated and isolated.pop("transport_confirmed"),
+        "mechanism_untrained": seed_means([probe["untrained"] for probe in idea.probes], "observed_"),
+        "rollout": loop or None,
+    }
 
 
 @dataclass(frozen=True)
 class Side:
-    """A report to be compared: its leaves, and those of the same report rebuilt from its own scores."""
+    """A report to be compared: its leaves, those of the same report rebuilt from its own scores, and repeated keys."""
 
     report: dict[str, Any]
     leaves: dict[str, Any]
     rebuilt: dict[str, Any]
     twice: list[str]
 
-    @classmethod
-    def load(cls, path: Path, config: Config) -> Side:
-        """Read a report and rebuild it.  Raises UsageError with one line on what is wrong."""
-        twice: list[str] = []
-
-        def unique(items: list[tuple[str, Any]]) -> dict[str, Any]:
-            keys = [key for key, _ in items]
-            twice.extend(key for key in dict.fromkeys(keys) if keys.count(key) > 1)
-            return dict(items)
-
-        def finite(token: str) -> float:
-            if not math.isfinite(float(token)):
-                raise ValueError(f"holds {token[:24]}, which is not a JSON number of this format")
-            return float(token)
-
-        def integer(token: str) -> float:
-            return int(token) if len(token) < 16 else finite(token)
-
-        where = f"argument --diff: {show(str(path))}"
-        try:
-            text = read_file("--diff", path).decode("utf-8")
-            report = json.loads(text, parse_constant=finite, parse_float=finite, parse_int=integer,
-                                object_pairs_hook=unique)  # fmt: skip
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{where}: not a JSON report: {show(' '.join(str(error).split()))[:200]}") from None
-        version = report.get("bench_version") if isinstance(report, dict) else None
-        if version != 1 or isinstance(version, bool):
-            raise UsageError(f"{where}: bench_version is {show(version)[:40]}, not 1")
-        try:
-            return cls(report, flatten(report, report), flatten(derive(copy.deepcopy(report), config), report), twice)
-        except Exception as error:  # any JSON may come here: whatever does not fit the formulas is no report
-            raise UsageError(f"{where}: malformed, or lacks a key ({show(one_line(error))[:120]})") from None
-
     def unfounded(self, path: str) -> bool:
         """Say whether a leaf is not what the report's own scores give."""
         return not same(self.leaves.get(path, self), self.rebuilt.get(path, self))
+
+
+def load_report(path: Path, config: Config) -> Side:
+    """Read a report and rebuild it.  Raises UsageError with one line on what is wrong."""
+    twice: list[str] = []
+
+    def unique(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in items]
+        twice.extend(key for key in dict.fromkeys(keys) if keys.count(key) > 1)
+        return dict(items)
+
+    def finite(token: str) -> float:
+        if not math.isfinite(float(token)):
+            raise ValueError(f"holds {token[:24]}, which is not a JSON number of this format")
+        return int(token) if re.fullmatch("-?[0-9]{1,15}", token) else float(token)
+
+    where = f"argument --diff: {show(str(path))}"
+    try:
+        text = read_file("--diff", path).decode("utf-8")
+        report = json.loads(text, parse_constant=finite, parse_float=finite, parse_int=finite, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: not a JSON report: {show(' '.join(str(error).split()))[:200]}") from None
+    version = report.get("bench_version") if isinstance(report, dict) else None
+    if version != 1 or isinstance(version, bool):
+        raise UsageError(f"{where}: bench_version is {show(version)[:40]}, not 1")
+    try:
+        rebuilt = derive(copy.deepcopy(report), config)
+        return Side(report, flatten(report, report), flatten(rebuilt, report), twice)
+    except Exception as error:  # any JSON may come here: whatever does not fit the formulas is no report
+        raise UsageError(f"{where}: malformed, or lacks a key ({show(one_line(error))[:120]})") from None
 
 
 def same(a: Any, b: Any) -> bool:
@@ -2080,7 +2032,7 @@ def flatten(value: Any, report: Mapping[str, Any], path: str = "") -> dict[str, 
     return {name: leaf for key, item in items for name, leaf in flatten(item, report, path + key).items()}
 
 
-def is_number(value: Any) -> bool:
+def number(value: Any) -> bool:
     """Say whether a JSON value is a number; true and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -2095,23 +2047,18 @@ def field_status(path: str, theirs: Side, ours: Side, rtol: float) -> str:
     wrong = [name for name, side in sides.items() if side.unfounded(path)]
     if wrong:
         return f"DIFFERS: {' and '.join(wrong)} not from own scores"
-    for name, side in sides.items():
-        if path not in side.leaves:
-            seed, row = re.search(r"\[seed (\d+)\]$", path), re.search(r"sweep\[({.*?})\]", path)
-            missing = "extensions" not in side.report and path.startswith("extensions")
-            missing = missing or (seed and f"idea.per_seed{seed[0]}" not in side.leaves)
-            missing = missing or (row and json.loads(row[1])["lr"] not in side.report["baseline"]["union_lr_grid"])
-            return "not compared" if missing else f"DIFFERS: {name} lacks it"
+    for name, side in [(name, side) for name, side in sides.items() if path not in side.leaves]:
+        seed, row = re.search(r"\[seed (\d+)\]$", path), re.search(r"sweep\[({.*?})\]", path)
+        missing = "extensions" not in side.report and path.startswith("extensions")
+        missing = missing or (seed and f"idea.per_seed{seed[0]}" not in side.leaves)
+        missing = missing or (row and json.loads(row[1])["lr"] not in side.report["baseline"]["union_lr_grid"])
+        return "not compared" if missing else f"DIFFERS: {name} lacks it"
     a, b, names = theirs.leaves[path], ours.leaves[path], set(re.split(r"[.\[]", path))
     if same(a, b):
         return "same"
-    loop_floor = path.startswith("extensions.rollout") and path.endswith(".predict_mean")
-    if (
-        (names & MEASURED and not names & {"cfg", "h"})
-        or loop_floor
-        or any(name.startswith("observed_") for name in names)
-    ):
-        close = is_number(a) and is_number(b) and abs(b - a) <= rtol * max(abs(a), abs(b))
+    measured = names & MEASURED and not names & {"cfg", "h"}
+    if measured or re.search(r"\.observed_|rollout.*\.predict_mean$", path):
+        close = number(a) and number(b) and abs(b - a) <= rtol * max(abs(a), abs(b))
         return "within rtol" if close else "DIFFERS"
     mean_of_arm = re.fullmatch(r"extensions\.(learning_curve|rollout)\[\d+\]\.(baseline|idea|placebo)", path)
     return "derived" if names & DERIVED or mean_of_arm else "DIFFERS"
@@ -2120,12 +2067,11 @@ def field_status(path: str, theirs: Side, ours: Side, rtol: float) -> str:
 def compare_reports(theirs: Side, ours: Side, rtol: float) -> list[tuple[str, Any, Any, str]]:
     """Return (path, theirs, ours, status) for every field of either report, and what is wrong with their form."""
     rows = []
-    for path in dict.fromkeys([*theirs.leaves, *ours.leaves, *theirs.rebuilt, *ours.rebuilt]):
+    for path in theirs.leaves | ours.leaves | theirs.rebuilt | ours.rebuilt:
         values = (side.leaves.get(path, "-") for side in (theirs, ours))
         rows.append((path, *values, field_status(path, theirs, ours, rtol)))
-    if [path for path in theirs.leaves if path in ours.leaves] != [
-        path for path in ours.leaves if path in theirs.leaves
-    ]:
+    common = theirs.leaves.keys() & ours.leaves.keys()
+    if [path for path in theirs.leaves if path in common] != [path for path in ours.leaves if path in common]:
         rows.append(("(order of keys)", "-", "-", "DIFFERS"))
     for name, side in (("theirs", theirs), ("ours", ours)):
         rows += [(f"(key {key!r} of {name})", "-", "-", "DIFFERS: stands twice") for key in side.twice]
@@ -2178,11 +2124,12 @@ def diff_lines(theirs: Side, ours: Side, rows: Sequence[tuple[str, Any, Any, str
     cells = [("path", "theirs", "ours", "relative difference", "status")]
     for path, a, b, status in rows:
         if everything or status.startswith("DIFFERS"):
-            relative = f"{(b - a) / abs(a):+.3e}" if is_number(a) and is_number(b) and a else ""
+            relative = f"{(b - a) / abs(a):+.3e}" if number(a) and number(b) and a else ""
             shown = [text if len(text) <= 34 else text[:31] + "..." for text in map(show, (a, b))]
             cells.append((show(path), *shown, relative, status))
-    kinds = (("same",) * 2, ("within rtol",) * 2, ("derived",) * 2, ("DIFFERS", "differing"), ("not compared",) * 2)
-    counts = [f"{sum(row[3].startswith(kind) for row in rows)} {name}" for kind, name in kinds]
+    kinds = {"same": "same", "within rtol": "within rtol", "derived": "derived", "DIFFERS": "differing"}
+    kinds |= {"not compared": "not compared"}
+    counts = [f"{sum(row[3].startswith(kind) for row in rows)} {name}" for kind, name in kinds.items()]
     return [*lines, *([*table(cells), ""] if len(cells) > 1 else []), f"{len(rows)} fields: {', '.join(counts)}"]
 
 
@@ -2190,11 +2137,7 @@ def diff_lines(theirs: Side, ours: Side, rows: Sequence[tuple[str, Any, Any, str
 # 12. Log and figure
 # ---------------------------------------------------------------------------------------------------------------------
 
-FLOOR_NAMES = {
-    "predict_mean": "predicting the training mean",
-    "repeat_last": "repeating the last value",
-    "linear": "a linear least-squares fit of the tokens",
-}
+BAR = 12  # characters of the longest bar
 
 
 def show(value: Any) -> str:
@@ -2211,28 +2154,15 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Align rows in columns of their own width; the first column to the left, the last as it is, the rest right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:-1], row[-1]]).rstrip())
+    for first, *middle, last in rows:
+        cells = [cell.rjust(width) for cell, width in zip(middle, widths[1:-1], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells, last]).rstrip())
     return lines
-
-
-def chart(differences: Sequence[float | None], width: int = 12) -> list[str]:
-    """Draw each difference as a bar from the middle: '<' to the left is better, '>' to the right worse."""
-    largest = max((abs(d) for d in differences if d is not None), default=0.0) or 1.0
-
-    def bar(d: float | None) -> str:
-        if d is None:
-            return "diverged".center(2 * width + 1)
-        size = math.ceil(abs(d) / largest * width)
-        return f"{'<' * size:>{width}}|" if d < 0 else f"{'|':>{width + 1}}{'>' * size}"
-
-    return [bar(d) for d in differences]
 
 
 def and_list(words: Sequence[str]) -> str:
     """Join words by commas and a last "and"."""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def p_of(block: Mapping[str, Any], config: Config) -> float:
@@ -2256,19 +2186,19 @@ def caveats(report: Mapping[str, Any], config: Config) -> list[tuple[str, str]]:
         if None not in (floor, *means) and min(means) > floor:
             worse.append(f"{text} ({brief(floor)}{f', {brief(min(means) / floor)} times' if floor else ''})")
     tag = f"both worse than {FLOOR_NAMES.get(extra['floors']['best'])}"
-    say(worse, tag, f"Both models are worse than {and_list(worse or [''])}.")
+    say(worse, tag, f"Both models are worse than {and_list(worse)}.")
     learning, rows = [name for name in ARMS[:2] if extra["still_learning"][name]], extra["learning_curve"]
     half = [row for row in rows if row["epoch"] <= rows[-1]["epoch"] / 2][-1:]
     shares = [f"the {name}'s error fell to {rows[-1][name] / half[0][name]:.2f}" for name in learning if half[0][name]]
     epochs = f"from epoch {half[0]['epoch']} to {rows[-1]['epoch']}" if half else ""
-    text = f"Still learning: {epochs} {and_list(shares or [''])} of what it was; more epochs may say otherwise."
-    say(learning, f"{and_list(learning or [''])} still learning", text)
+    text = f"Still learning: {epochs} {and_list(shares)} of what it was; more epochs may say otherwise."
+    say(learning, f"{and_list(learning)} still learning", text)
     for side in ("lower", "upper"):
         at = [f"the {name}'s" for name in ARMS[:2] if chosen[name]["edge"] == side]
-        text = f"The best rate is at the grid's {side} edge ({and_list(at or [''])}): --lrs auto extends it."
+        text = f"The best rate is at the grid's {side} edge ({and_list(at)}): --lrs auto extends it."
         say(at, f"best rate at the {side} edge", text)
-    text = "Only one learning rate was tried: --lrs takes more, or auto."
-    say("only" in (chosen["baseline"]["edge"], chosen["idea"]["edge"]), "one learning rate", text)
+    only = "only" in (chosen["baseline"]["edge"], chosen["idea"]["edge"])
+    say(only, "one learning rate", "Only one learning rate was tried: --lrs takes more, or auto.")
     side, sets, overlap = chosen["idea"]["h_edge"], extra["data"]["distinct_test_sets"], extra["data"]["test_in_train"]
     say(side, f"best h at the {side} edge", f"The best step h is at the {side} edge of those tried.")
     tag = "one test set for all seeds" if sets == 1 else f"only {sets} different test sets for {n} seeds"
@@ -2301,21 +2231,20 @@ def caveats(report: Mapping[str, Any], config: Config) -> list[tuple[str, str]]:
 
 def placebo_sentence(report: Mapping[str, Any], config: Config) -> str:
     """Say what the placebo shows: whether the operator, or gate and mixing alone, made the difference."""
-    block = report["extensions"]["placebo"]
+    block, parts = report["extensions"]["placebo"], []
     if "reason" in block or report["comparison"]["verdict"].startswith("not judged: both"):
         return ""
     if None in (block["full"]["mean"], report["idea"]["mean"], report["baseline"]["full"]["mean"]):
         return "The placebo cannot be judged, as a run diverged."
-    found = []
     for name in ("baseline", "idea"):
-        versus = block[f"versus_{name}"]
-        p, word = p_of(versus, config), "better than" if versus["delta_mean"] < 0 else "worse than"
-        found.append(f"{word if p < config.significance else 'no different from'} the {name} (p = {brief(p)})")
+        versus, p = block[f"versus_{name}"], p_of(block[f"versus_{name}"], config)
+        word = "better than" if versus["delta_mean"] < 0 else "worse than"
+        parts.append(f"{word if p < config.significance else 'no different from'} the {name} (p = {brief(p)})")
     what = "the kinetic operator" if isinstance(report["extensions"]["options"]["idea"], str) else "the step h"
     cause = f"{what} itself makes a difference"
-    if found[1].startswith("no different"):
+    if parts[1].startswith("no different"):
         cause = f"no sign that {what}, rather than the parameters around it, matters"
-    return f"The placebo (h = 0, mean {brief(block['full']['mean'])}) is {' and '.join(found)}: {cause}."
+    return f"The placebo (h = 0, mean {brief(block['full']['mean'])}) is {' and '.join(parts)}: {cause}."
 
 
 def verdict_sentence(report: Mapping[str, Any], config: Config) -> str:
@@ -2327,8 +2256,8 @@ def verdict_sentence(report: Mapping[str, Any], config: Config) -> str:
         head = f"{block['verdict']} ({means}; predicting the mean has {floor})."
     else:
         times, won = f" ({brief(second / first)} times)" if first else "", f"{block['idea_wins']} of {block['n_pairs']}"
-        p = p_of(block | report["extensions"]["statistics"], config)
-        head = f"{block['verdict']}: {means}{times}, {won} pairs won, p = {brief(p)}."
+        p = brief(p_of(block | report["extensions"]["statistics"], config))
+        head = f"{block['verdict']}: {means}{times}, {won} pairs won, p = {p}."
     sentences = [head, placebo_sentence(report, config), *(sentence for _, sentence in caveats(report, config))]
     return f"On track {show(report['track'])}: {' '.join(filter(None, sentences))}"
 
@@ -2349,18 +2278,15 @@ def limitations(report: Mapping[str, Any], config: Config) -> list[str]:
     if least is not None:
         share = f"less than {100 * config.power:.0f} % of repetitions"
         sentences.append(f"A mean difference smaller than {brief(least)} would be found in {share}.")
-    for name in ("baseline", "idea"):
-        if extra["selection"][name]["agrees"] is False:
-            sentences.append(f"The validation split would have chosen another configuration for the {name}.")
+    for name in [name for name in ARMS[:2] if extra["selection"][name]["agrees"] is False]:
+        sentences.append(f"The validation split would have chosen another configuration for the {name}.")
     sentences.append("The best configuration is chosen by the test MSE of the sweep's seeds, as in the reference.")
     if block is None:
         sentences.append("The idea offers no mechanism signature.")
-    elif "prediction" in block:
-        before = brief(extra["mechanism_untrained"]["observed_fourier_attenuation"])
-        after = brief(block["observed_fourier_attenuation"])
-        text = f"The attenuation is {after} after and {before} before training: it says that the operator is built as "
-        known = block["observed_fourier_attenuation"] is not None
-        sentences += [f"{text}predicted, not that training uses it (the knockout does)."] if known else []
+    elif isinstance(block.get("prediction"), str):
+        after, before = (part["observed_fourier_attenuation"] for part in (block, extra["mechanism_untrained"]))
+        text = f"The attenuation is {brief(after)} after and {brief(before)} before training: it says that the operator"
+        sentences += [f"{text} is built as predicted, not that training uses it (the knockout does)."] if after else []
         sentences.append("The transport displacement of the whole layer is confounded by gate and mixing.")
     return sentences
 
@@ -2384,34 +2310,36 @@ def sweep_lines(report: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def pair_lines(report: Mapping[str, Any], config: Config) -> list[str]:
-    """Return a line a seed, both scores, their difference and a bar; then the statistics."""
-    first, second = report["baseline"]["full"]["per_seed"], report["idea"]["per_seed"]
-    deltas = [None if None in (a, b) else b - a for a, b in zip(first, second, strict=True)]
+    """Return a line a seed, both scores, their difference and a bar from the middle ('<' to the left is better, '>' to
+    the right worse); then the statistics."""
+    scores = list(zip(report["baseline"]["full"]["per_seed"], report["idea"]["per_seed"], strict=True))
+    largest = max((abs(b - a) for a, b in scores if None not in (a, b)), default=0.0) or 1.0
     rows = [("seed", "baseline", "idea", "idea - baseline", "  better | worse")]
-    for seed, a, b, d, bar in zip(config.seeds, first, second, deltas, chart(deltas), strict=True):
-        rows.append((str(seed), brief(a), brief(b), "n/a" if d is None else f"{d:+.4g}", bar))
+    for seed, (a, b) in zip(config.seeds, scores, strict=True):
+        difference, bar = "n/a", "diverged".center(2 * BAR + 1)
+        if None not in (a, b):
+            size, difference = math.ceil(abs(b - a) / largest * BAR), f"{b - a:+.4g}"
+            bar = f"{'<' * size:>{BAR}}|" if b < a else f"{'|':>{BAR + 1}}{'>' * size}"
+        rows.append((str(seed), brief(a), brief(b), difference, bar))
     block, stats = report["comparison"], report["extensions"]["statistics"]
     span = "n/a" if stats["interval_95"] is None else f"[{', '.join(map(brief, stats['interval_95']))}]"
     sampled = f"< {1 / config.flips:g}" if block["p_value"] == 0 else brief(block["p_value"])
-    return [
-        *table(rows),
-        f"mean difference {brief(block['delta_mean'])}, 95 % interval {span}, sampled p {sampled}, exact p "
-        f"{brief(stats['p_exact'])}, effect d_z {brief(stats['effect_size_dz'])}",
-    ]
+    mean, p, d_z = map(brief, (block["delta_mean"], stats["p_exact"], stats["effect_size_dz"]))
+    text = f"mean difference {mean}, 95 % interval {span}, sampled p {sampled}, exact p {p}, effect d_z {d_z}"
+    return [*table(rows), text]
 
 
 def mechanism_lines(report: Mapping[str, Any]) -> list[str]:
     """Return the mechanism table, what the operator does alone, and the knockout."""
     block, extra = report["mechanism_signature"], report["extensions"]
     alone, untrained, without = extra["isolated_mechanism"], extra["mechanism_untrained"] or {}, extra["knockout"]
-    rows = [("", "predicted", "observed", "before training", "relative error", "")]
+    rows, lines = [("", "predicted", "observed", "before training", "relative error", "")], []
     for name in [key.removeprefix("observed_") for key in block or () if key.startswith("observed_")]:
         predicted, observed = block.get(f"predicted_{name}"), block[f"observed_{name}"]
         values = predicted, observed, untrained.get(f"observed_{name}"), relative_error(observed, predicted)
         rows.append((show(name.replace("_", " ")), *map(brief, values), ""))
-    lines = ["the idea offers no signature"]
-    if block:
-        lines = [*table(rows), f"{'' if block['confirmed'] else 'not '}confirmed"]
+    confirmed = block and f"{'' if block['confirmed'] else 'not '}confirmed"
+    lines += [*table(rows), confirmed] if block else ["the idea offers no signature"]
     if alone:
         moves = {True: "confirmed", False: "not confirmed", None: "not measurable"}[extra["transport_confirmed"]]
         error, slope = brief(alone["attenuation_max_relative_error"]), brief(alone["displacement_slope"])
@@ -2425,9 +2353,11 @@ def mechanism_lines(report: Mapping[str, Any]) -> list[str]:
 
 def build_log(config: Config, report: Mapping[str, Any]) -> str:
     """Return the log that a person reads, in ASCII: the verdict first, then the tables, last the limitations."""
-    extra, parity = report["extensions"], report["parameter_parity"]
-    floor_rows = [(text, brief(extra["floors"][name]["mean"]), "best floor" if name == extra["floors"]["best"] else "")
-                  for name, text in FLOOR_NAMES.items() if extra["floors"][name]]  # fmt: skip
+    extra, parity, best = report["extensions"], report["parameter_parity"], report["extensions"]["floors"]["best"]
+    floor_rows = []
+    for name, text in FLOOR_NAMES.items():
+        if extra["floors"][name]:
+            floor_rows.append((text, brief(extra["floors"][name]["mean"]), "best floor" if name == best else ""))
     curve = [("epoch", *ARMS, "exact p", "")]
     for row in extra["learning_curve"]:
         curve.append((str(row["epoch"]), *(brief(row[name]) for name in (*ARMS, "p_exact")), ""))
@@ -2436,18 +2366,17 @@ def build_log(config: Config, report: Mapping[str, Any]) -> str:
         keys = ("predict_mean", "floor", "baseline", "idea", "p_exact", "p_holm")
         loop.append((str(row["horizon"]), *(brief(row[key]) for key in keys), ""))
     learning = [name for name in ARMS if extra["still_learning"][name]]
+    learning = learning or ["none" if len(curve) > 2 else "one checkpoint cannot tell"]
     seeds = f"seeds {config.seeds[0]}..{config.seeds[-1]}, sweep on the first {config.sweep_seeds}"
+    beaten_by = f"better than the best floor: {and_list(extra['floors']['beaten_by'] or ['none of the models'])}"
     sections = {
         "Options": [f"{option_words(config) or 'defaults'} ({seeds}, {config.epochs} epochs, {config.dtype})"],
         f"Sweep (mean over {config.sweep_seeds} seeds, target variance = 1)": sweep_lines(report, config),
         f"Pairs (test MSE of {parity['baseline']} and {parity['idea']} parameters)": pair_lines(report, config),
-        "Floors (test MSE of what needs no network)": [
-            *table(floor_rows or [("none can be told", "")]),
-            f"better than the best floor: {and_list(extra['floors']['beaten_by'] or ['none of the models'])}",
-        ],
+        "Floors (test MSE of what needs no network)": [*table(floor_rows or [("none can be told", "")]), beaten_by],
         f"Learning curve (MSE on the first {config.probe_sequences} test sequences)": [
             *table(curve),
-            f"still learning: {and_list(learning or ['none' if len(curve) > 2 else 'one checkpoint cannot tell'])}",
+            f"still learning: {and_list(learning)}",
         ],
         "Mechanism": mechanism_lines(report),
         "Closed loop (RMSE in target std)": table(loop if len(loop) > 1 else [("not on a custom track", "")]),
@@ -2492,120 +2421,91 @@ def versions() -> str:
     return f"Python {platform.python_version()}, {libraries}"
 
 
-def build_output(config: Config, report: Mapping[str, Any], jobs: int, seconds: float) -> str:
-    """Return the text of stage2_output.txt: the log, machine and wall time, and the stage-2 answer."""
-    machine = f"{platform.system()} {platform.machine()}, {available_cpus()} CPUs, {jobs} processes; {versions()}"
-    answer = to_json(build_answer(config, report))
-    return f"{build_log(config, report)}\nMachine\n{machine}\nwall time {seconds:.1f} s\n\nStage-2 answer\n{answer}"
-
-
-LINE = {  # color, marker and dashes of what is drawn
+STYLES = {
     "baseline": {"color": "0.0", "marker": "o", "linestyle": "-"},
     "idea": {"color": "tab:blue", "marker": "s", "linestyle": "--"},
     "placebo": {"color": "0.55", "marker": "^", "linestyle": ":"},
     "floor": {"color": "tab:red", "linewidth": 0.8},
     "predict_mean": {"color": "tab:red", "linewidth": 0.8, "linestyle": ":"},
-    "mean": {"color": "tab:blue", "linestyle": "--"},
-    "zero": {"color": "black", "linewidth": 1.0},
+    "theory": {"color": "black", "linewidth": 1.0},
     "seed": {"color": "0.4", "marker": "o", "linestyle": ""},
-    "operator alone": {"color": "tab:blue", "marker": "o", "linestyle": "", "markerfacecolor": "none"},
+    "alone": {"color": "tab:blue", "marker": "o", "linestyle": "", "markerfacecolor": "none"},
     "trained": {"color": "black", "marker": "*", "linestyle": "", "markersize": 12},
 }
-Line = tuple[str, list[tuple[float, float | None]], dict[str, Any]]  # label, points, style
 
 
-@dataclass
-class Panel:
-    """A panel of the figure: lines of points; ticks are given for logarithmic axes; levels are drawn all across."""
-
-    title: str
-    xlabel: str
-    ylabel: str
-    lines: list[Line]
-    ticks: Sequence[float] = ()
-    levels: Sequence[tuple[str, float | None, dict[str, Any]]] = ()
-    span: Sequence[float] | None = None
-
-
-def panels(report: Mapping[str, Any]) -> list[Panel]:
-    """Return what the figure shows."""
-    extra, rows, sweep = report["extensions"], report["extensions"]["learning_curve"], []
-    for name, (own, _) in arms_of(report).items():
-        by_h: dict[str, list[tuple[float, float]]] = {}
-        for row in own:
-            by_h.setdefault(json.dumps(row["cfg"]["h"]), []).append((row["cfg"]["lr"], row["mean"] or None))
-        for i, (h, points) in enumerate(by_h.items()):
-            style = LINE[name] | ({"marker": "Dv^<>pPX*"[(i - 1) % 9], "alpha": max(0.3, 1 - 0.2 * i)} if i else {})
-            sweep.append((name if h == "null" else f"{name}, h = {h}", sorted(points), style))
-    levels = [(text, (extra["floors"][name] or {}).get("mean"), LINE["floor"]) for name, text in FLOOR_NAMES.items()]
-    mse = "test MSE (target variance = 1)"
-    curve = [(name, [(row["epoch"], row[name]) for row in rows], LINE[name]) for name in ARMS]
-    first, second = report["baseline"]["full"]["per_seed"], report["idea"]["per_seed"]
-    pairs = enumerate(zip(first, second, strict=True), extra["options"]["seeds"][0])
-    deltas = [(seed, b - a) for seed, (a, b) in pairs if None not in (a, b)]
-    middle = [("", 0.0, LINE["zero"]), ("mean", report["comparison"]["delta_mean"], LINE["mean"])]
-    names = {"baseline": "baseline", "idea": "idea", "floor": "repeat last", "predict_mean": "predict mean"}
-    loop = extra["rollout"] or ()
-    closed = [(label, [(row["horizon"], row[key]) for row in loop], LINE[key]) for key, label in names.items()]
-    alone, block = extra["isolated_mechanism"] or {}, report["mechanism_signature"] or {}
-    h, waves, moves = alone.get("h", 0.0), alone.get("attenuation") or [], alone.get("displacement") or []
-    modes, tokens = list(range(len(waves)))[:13], range(len(moves))
-    star, shift = block.get("observed_fourier_attenuation"), block.get("observed_transport_displacement")
-    diffusion = [
-        ("predicted exp(-h k^2)", [(k, math.exp(-h * k * k)) for k in modes], LINE["zero"]),
-        ("operator alone", [(k, waves[k]) for k in modes], LINE["operator alone"]),
-        ("trained layers, relative to k = 0", [(KineticLayer.mode, star)] if waves else [], LINE["trained"]),
-    ]
-    transport = [
-        ("predicted h x", [(x, h * x) for x in tokens], LINE["zero"]),
-        ("operator alone", [(x, moves[x]) for x in tokens], LINE["operator alone"]),
-        ("trained layers, confounded", [(len(moves) // 2, shift)] if moves else [], LINE["trained"]),
-    ]
-    return [
-        Panel("Sweep", "learning rate", f"mean {mse}", sweep, report["baseline"]["union_lr_grid"], levels),
-        Panel("Learning curve", "epoch", mse, curve, [row["epoch"] for row in rows]),
-        Panel("Paired differences (below 0: idea better)", "seed", "idea - baseline (target variance = 1)",
-              [("one seed", deltas, LINE["seed"])], (), middle, extra["statistics"]["interval_95"]),
-        Panel("Closed loop", "horizon (steps)", "RMSE (target std)", closed, [row["horizon"] for row in loop]),
-        Panel("Diffusion", "Fourier mode k along the tokens", "attenuation", diffusion),
-        Panel("Transport", "token x", "displacement (channels)", transport),
-    ]  # fmt: skip
-
-
-def draw_panel(axis: Any, panel: Panel) -> None:
-    """Draw a panel; one without points is its sentence alone."""
-    axis.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
-    lines = [(label, [(x, y) for x, y in points if y is not None], style) for label, points, style in panel.lines]
-    if not any(points for _, points, _ in lines):
+def draw_panel(
+    axis: Any, title: str, xlabel: str, ylabel: str, lines: Sequence[Any], ticks: Sequence[float] = ()
+) -> None:
+    """Draw lines (label, points, style); one without points is left out, a panel without lines is a sentence alone.
+    Ticks are given for logarithmic axes."""
+    axis.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    kept = [(label, [(x, y) for x, y in points if y is not None], style) for label, points, style in lines]
+    kept = [line for line in kept if line[1]]
+    if not kept:
         axis.set_axis_off()
         axis.text(0.5, 0.5, "not available for this run", ha="center", transform=axis.transAxes)
         return
-    for label, points, style in lines:
-        if points:
-            axis.plot(*zip(*points, strict=True), label=label, **style)
-    for label, level, style in panel.levels:
-        if level is not None and (level > 0 or not panel.ticks):
-            axis.axhline(level, label=label if style is not LINE["floor"] else None, **style)
-            if style is LINE["floor"]:
-                axis.annotate(
-                    label, (0.99, level), xycoords=("axes fraction", "data"), fontsize=7, ha="right", va="bottom"
-                )
-    if panel.span is not None:
-        axis.axhspan(*panel.span, color="tab:blue", alpha=0.15, label="95 % interval")
-    if panel.ticks:
+    for label, points, style in kept:
+        axis.plot(*zip(*points, strict=True), label=label, **style)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    if ticks:
+        apart = math.ceil(len(ticks) / 5)  # labels that would run into each other are left out
         axis.set(xscale="log", yscale="log")
-        ticks, labels, span = sorted(panel.ticks), [], math.log(max(panel.ticks) / min(panel.ticks)) or 1.0
-        shown = -math.inf
-        for x in ticks:  # labels that would run into each other are left out
-            place = math.log(x / ticks[0]) / span
-            labels.append(f"{x:g}" if place - shown > 0.18 else "")
-            shown = place if labels[-1] else shown
-        axis.set_xticks(ticks, labels)
+        axis.set_xticks(sorted(ticks), ["" if i % apart else f"{x:g}" for i, x in enumerate(sorted(ticks))])
         axis.xaxis.minorticks_off()
-    else:
-        axis.xaxis.get_major_locator().set_params(integer=True)
-    columns = 2 if len(lines) < 7 else 3
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=columns, frameon=False, fontsize=8)
+    axis.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2 if len(kept) < 7 else 3, frameon=False, fontsize=8
+    )
+
+
+def draw_panels(axes: Sequence[Any], report: Mapping[str, Any]) -> None:
+    """Draw the six panels."""
+    extra, mse, lines = report["extensions"], "test MSE (target variance = 1)", []
+    for name, (sweep, _) in arms_of(report).items():
+        for i, h in enumerate(dict.fromkeys(json.dumps(row["cfg"]["h"]) for row in sweep)):
+            points = [(row["cfg"]["lr"], row["mean"] or None) for row in sweep if json.dumps(row["cfg"]["h"]) == h]
+            other = {"marker": "Dv^<>pPX*"[(i - 1) % 9], "alpha": max(0.3, 1 - 0.2 * i)} if i else {}
+            lines.append((name if h == "null" else f"{name}, h = {h}", sorted(points), STYLES[name] | other))
+    draw_panel(axes[0], "Sweep", "learning rate", f"mean {mse}", lines, report["baseline"]["union_lr_grid"])
+    for name, text in FLOOR_NAMES.items() if axes[0].axison else ():
+        if level := (extra["floors"][name] or {}).get("mean"):
+            axes[0].axhline(level, **STYLES["floor"])
+            where = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+            axes[0].annotate(text, (0.99, level), fontsize=7, **where)
+    rows = extra["learning_curve"]
+    lines = [(name, [(row["epoch"], row[name]) for row in rows], STYLES[name]) for name in ARMS]
+    draw_panel(axes[1], "Learning curve", "epoch", mse, lines, [row["epoch"] for row in rows])
+    scores = zip(report["baseline"]["full"]["per_seed"], report["idea"]["per_seed"], strict=True)
+    points = [(seed, b - a) for seed, (a, b) in enumerate(scores, extra["options"]["seeds"][0]) if None not in (a, b)]
+    span = [(seed, report["comparison"]["delta_mean"]) for seed in (points[0][0], points[-1][0])] if points else []
+    lines = [("one seed", points, STYLES["seed"]), ("mean", span, {"color": "tab:blue", "linestyle": "--"})]
+    title = "Paired differences (below 0: idea better)"
+    draw_panel(axes[2], title, "seed", "idea - baseline (target variance = 1)", lines)
+    if points:
+        axes[2].axhline(0.0, **STYLES["theory"])
+        if extra["statistics"]["interval_95"]:
+            axes[2].axhspan(*extra["statistics"]["interval_95"], color="tab:blue", alpha=0.15)
+    names, rows = {"baseline": "baseline", "idea": "idea", "floor": "repeat last"}, extra["rollout"] or ()
+    names["predict_mean"] = "predict mean"
+    lines = [(text, [(row["horizon"], row[name]) for row in rows], STYLES[name]) for name, text in names.items()]
+    draw_panel(axes[3], "Closed loop", "horizon (steps)", "RMSE (target std)", lines, [row["horizon"] for row in rows])
+    alone, block = extra["isolated_mechanism"] or {"h": 0.0}, report["mechanism_signature"] or {}
+    h, waves, moves = alone["h"], alone.get("attenuation") or [], alone.get("displacement") or []
+    star = [(KineticLayer.mode, block.get("observed_fourier_attenuation"))] if waves else []
+    lines = [
+        ("predicted exp(-h k^2)", [(k, math.exp(-h * k * k)) for k in range(len(waves))][:13], STYLES["theory"]),
+        ("operator alone", list(enumerate(waves))[:13], STYLES["alone"]),
+        ("trained layers, relative to k = 0", star, STYLES["trained"]),
+    ]
+    draw_panel(axes[4], "Diffusion", "Fourier mode k along the tokens", "attenuation", lines)
+    star = [(len(moves) // 2, block.get("observed_transport_displacement"))] if moves else []
+    lines = [
+        ("predicted h x", [(x, h * x) for x in range(len(moves))], STYLES["theory"]),
+        ("operator alone", list(enumerate(moves)), STYLES["alone"]),
+        ("trained layers, confounded", star, STYLES["trained"]),
+    ]
+    draw_panel(axes[5], "Transport", "token x", "displacement (channels)", lines)
 
 
 def draw(config: Config, report: Mapping[str, Any], path: Path) -> None:
@@ -2616,8 +2516,7 @@ def draw(config: Config, report: Mapping[str, Any], path: Path) -> None:
         style = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "svg.hashsalt": "stage2", "svg.fonttype": "none"}
         with pyplot.rc_context(style), new_file(path) as file:
             figure, axes = pyplot.subplots(2, 3, figsize=(13, 8), layout="constrained")
-            for axis, panel in zip(axes.flat, panels(report), strict=True):
-                draw_panel(axis, panel)
+            draw_panels(axes.flat, report)
             tags = "; ".join(tag for tag, _ in caveats(report, config))
             title = f"{report['model']} on {report['track']}: {report['comparison']['verdict']}"
             lines = "\n".join(textwrap.wrap(title, 120) + textwrap.wrap(tags, 120))
@@ -2631,6 +2530,9 @@ def draw(config: Config, report: Mapping[str, Any], path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # 13. Users' files and command line
 # ---------------------------------------------------------------------------------------------------------------------
+
+LARGEST_VALUE = 1e100  # of custom data; the square of a larger one may overflow
+FEW_VALUES = 20  # whole-numbered targets with fewer distinct values look like classes
 
 
 def one_line(error: BaseException) -> str:
@@ -2719,10 +2621,8 @@ def split_idea(idea: str) -> tuple[str, str]:
 
 def layer_class(idea: str) -> type[nn.Module]:
     """Return a built-in layer's class, or the one that "path.py:Class" names.  Raises UsageError if there is none."""
-    if idea in LAYERS:
-        return LAYERS[idea]
     path, name = split_idea(idea)
-    found = getattr(load_file(path)[0], name, None)
+    found = LAYERS[idea] if idea in LAYERS else getattr(load_file(path)[0], name, None)
     if not (inspect.isclass(found) and issubclass(found, nn.Module)):
         raise UsageError(f"{path}: defines no torch.nn.Module named {name!r}")
     return found
@@ -2733,10 +2633,8 @@ def check_track(config: Config) -> dict[int, str]:
 
     Raises UsageError where `make` answers twice, shapes differ, or targets are constant.
     """
-    track, shapes, shared = config.track, {}, 0.0
-    if track in TRACKS:
-        return {}
-    for seed, split in itertools.product(config.seeds, SPLITS):
+    track, shapes = config.track, {}
+    for seed, split in itertools.product(config.seeds, SPLITS) if track not in TRACKS else ():
         where, (tokens, targets) = f"{track}: make({seed}, {split!r})", custom_split(track, seed, split)
         if seed == config.seeds[0] and not all(map(np.array_equal, (tokens, targets), call_make(track, seed, split))):
             raise UsageError(f"{where} gives two answers: seed its randomness")
@@ -2747,6 +2645,8 @@ def check_track(config: Config) -> dict[int, str]:
             raise UsageError(f"{where}: (N, T, C, K) is {shape} after {wanted}; {text}")
         if split == "train" and np.ptp(targets, axis=0).max() == 0:
             raise UsageError(f"{where}: the targets are all equal; nothing to learn")
+    if not shapes:
+        return {}
     values = np.unique(custom_split(track, config.seeds[0], "train")[1])
     if len(values) < FEW_VALUES and (values == values.round()).all():
         complain(f"note: {track}: the targets have {len(values)} whole values; this is regression")
@@ -2767,8 +2667,8 @@ def check_idea(config: Config) -> str | None:
         return None if hs else "the idea's only step is h = 0"
     layer, small = layer_class(config.idea), dataclasses.replace(config, sizes=(8, 1, 1))
     with computing(config):
-        data = build_dataset(small, config.seeds[0])
-        channels, length, _ = data.shape
+        tokens = build_dataset(small, config.seeds[0]).tokens["train"][:8]
+        length, channels = tokens.shape[1:]
         try:
             inspect.signature(layer).bind(channels, length, hs[0])
         except TypeError:
@@ -2776,7 +2676,7 @@ def check_idea(config: Config) -> str | None:
             raise UsageError(f"{config.idea}: is built as {text}") from None
         for h in (*hs, 0.0):
             try:
-                problem, answer = layer_problem(small, h, data.tokens["train"][:8])
+                problem, answer = layer_problem(small, h, tokens)
             except Exception as error:
                 problem, answer = one_line(error), None
             if problem:
@@ -2805,12 +2705,8 @@ def layer_problem(config: Config, h: float, tokens: Tensor) -> tuple[str, Tensor
     with torch.no_grad():
         for value in (value for layer in (module, twin) for value in layer.parameters() if value.requires_grad):
             value.add_(0.1)  # many begin at 0, where nothing of what they multiply would show
-
-    def use(layer: nn.Module, own: Tensor = tokens) -> Tensor:
-        return layer(own.clone())
-
     try:
-        out = use(module)
+        out = module(tokens.clone())
     except RuntimeError as error:
         for name, (dtype, _) in kept_state(module).items():
             if dtype is not None and dtype.is_floating_point | dtype.is_complex and dtype.to_real() != tokens.dtype:
@@ -2819,8 +2715,7 @@ def layer_problem(config: Config, h: float, tokens: Tensor) -> tuple[str, Tensor
     if not isinstance(out, Tensor) or out.shape != tokens.shape or out.dtype != tokens.dtype:
         what = f"{tuple(out.shape)} {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
         return f"turns tokens {tuple(tokens.shape)} {tokens.dtype} into {what}", tokens
-    before = kept_state(module)
-    again = use(module)
+    before, again = kept_state(module), module(tokens.clone())
     if again.requires_grad:
         again.sum().backward()
     changed = [name for name, value in kept_state(module).items() if before.get(name) != value]
@@ -2828,8 +2723,10 @@ def layer_problem(config: Config, h: float, tokens: Tensor) -> tuple[str, Tensor
     problems = {
         "gives NaN or infinity": not torch.isfinite(out).all(),
         "gives two answers for the same tokens (dropout, or a state it keeps?)": not torch.equal(out, again),
-        "is another layer when built again (randomness that torch does not seed?)": not torch.equal(out, use(twin)),
-        "mixes the sequences of a batch (batch norm?)": not torch.allclose(out[:1], use(module, tokens[:1])),
+        "is another layer when built again (randomness that torch does not seed?)": not torch.equal(
+            out, twin(tokens.clone())
+        ),
+        "mixes the sequences of a batch (batch norm?)": not torch.allclose(out[:1], module(tokens[:1].clone())),
         f"never uses its parameter {unused[:1]}": unused,
         f"changes {changed[:1]} in use (running statistics, a counter?); --resume could not go on from that": changed,
     }
@@ -2844,16 +2741,14 @@ def road_problem(config: Config, runs: Sequence[Run], plain: nn.Module, tokens: 
     does whose parameters live in the model's rows; one that keeps views of its parameters does not.
     """
 
-    def two_steps(own: Sequence[Run]) -> Model:
+    def two_steps(own: Sequence[Run]) -> Tensor:
         training = Training(Model(config, own))
         for _ in range(2):
-            batches, targets = training.model.batch("train", [slice(0, 8)] * len(own))
-            (training.model(batches) - targets).square().mean((1, 2)).sum().backward()
-            training.step()
-        return training.model
+            training.learn([slice(0, 8)] * len(own))
+        return training.model.flat
 
     together = two_steps(runs)
-    if not all(torch.equal(together.flat[i], two_steps([run]).flat[0]) for i, run in enumerate(runs)):
+    if not all(torch.equal(together[i], two_steps([run])[0]) for i, run in enumerate(runs)):
         return "trains otherwise beside another run than alone (state shared between its objects?)"
     road = Model(config, runs[:1])
     (layer,), alike = road.layers[0], zip(plain.parameters(), road.layers[0][0].parameters(), strict=True)
@@ -2901,8 +2796,35 @@ def seed_range(text: str) -> tuple[int, ...]:
     return tuple(range(start, stop))
 
 
-class Interrupted(BaseException):
-    """A signal, the exception's argument, asked the program to stop."""
+def track_name(text: str) -> str:
+    """Parse a built-in track's name, or the path of a user's file, which becomes absolute."""
+    if text in TRACKS:
+        return text
+    if not text.endswith(".py"):
+        raise argparse.ArgumentTypeError(f"{show(text)} is neither of {', '.join(TRACKS)} nor FILE.py")
+    read_file("--track", Path(text))
+    return str(Path(text).absolute())
+
+
+def idea_name(text: str) -> str:
+    """Parse a built-in layer's name, or path and class of a user's, whose path becomes absolute."""
+    path, name = split_idea(text)
+    if text in LAYERS:
+        return text
+    if not path.endswith(".py") or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{show(text)} is not FILE.py:Class")
+    read_file("--idea", Path(path))
+    return f"{Path(path).absolute()}:{name}"
+
+
+def spell(value: Any) -> str:
+    """Spell an option's value as it is typed: seeds as a range, the steps of a stack joined by +, files without their
+    folders."""
+    if not isinstance(value, tuple):
+        return shlex.quote(file_name(value)) if isinstance(value, str) else str(value)
+    if isinstance(value[0], int):
+        return f"{value[0]}:{value[-1] + 1}" if value[0] else str(len(value))
+    return " ".join("+".join(map(repr, item)) if isinstance(item, tuple) else repr(item) for item in value)
 
 
 class Parser(argparse.ArgumentParser):
@@ -2920,28 +2842,26 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> Parser:
     """Return the parser of all options; those of the experiment are declared in Config."""
     text = "Does a kinetic-mixing layer help a small GRU to predict dynamics? Writes an honest verdict."
-    form = argparse.RawTextHelpFormatter
-    parser = Parser(prog="stage2_bench.py", description=text, formatter_class=form, allow_abbrev=False)
+    parser = Parser(prog="stage2_bench.py", description=text, allow_abbrev=False)
     parser._negative_number_matcher = re.compile(r"-[0-9.]|-inf|-nan")  # values to refuse, not unknown options
     add = parser.add_argument_group("experiment").add_argument
     for each in dataclasses.fields(Config):
-        if "flag" in each.metadata:
-            flag, parse, how = each.metadata["flag"], each.metadata["parser"], dict(each.metadata)
-            del how["flag"], how["parser"]
-            add(flag, dest=each.name, type=globals().get(parse, str), **how)
+        if each.metadata:
+            how = {**each.metadata, "help": f"{each.metadata['help']} (default: {spell(each.default)})"}
+            add(how.pop("flag"), dest=each.name, type=globals().get(how.pop("parser"), str), **how)
     add("--smoke", action="store_true", help="2 seeds and 2 epochs, into stage2_smoke/: for continuous integration")
     add = parser.add_argument_group("execution").add_argument
-    text = "worker processes (default: the CPUs this process may use);\nnot under torchrun, whose ranks do the work"
+    text = "worker processes; not under torchrun, whose ranks do the work (default: the CPUs this process may use)"
     add("--jobs", type=functools.partial(count, most=1024), metavar="N", help=text)
     add("--resume", action="store_true", help="use the trainings in .stage2_runs (default: train all afresh)")
     add = parser.add_argument_group("output").add_argument
     add("--out-dir", type=Path, metavar="DIR", help="where the files go (default: . or stage2_smoke)")
-    text = "draw the result: png, svg or pdf, a bare name into --out-dir;\nneeds matplotlib (default: no)"
+    text = "draw the result: png, svg or pdf, a bare name into --out-dir; needs matplotlib (default: no)"
     add("--plot", type=Path, metavar="FILE", help=text)
     add("--quiet", action="store_true", help="no progress on stderr (default: show it)")
     add("--version", action="store_true", help="print the versions of script and libraries, and exit")
     add = parser.add_argument_group("comparison of two reports (trains nothing)").add_argument
-    text = "compare bench_report.json in --out-dir with REPORT;\nstatus 0 same, 1 differs, 2 trouble"
+    text = "compare bench_report.json in --out-dir with REPORT; status 0 same, 1 differs, 2 trouble"
     add("--diff", type=Path, metavar="REPORT", help=text)
     add("--rtol", type=real, metavar="X", help="relative tolerance of measured fields (default: 0)")
     add("--all", action="store_true", help="list all fields, not only those that differ")
@@ -2954,12 +2874,13 @@ def config_from(options: argparse.Namespace) -> Config:
     changes: dict[str, Any] = {"seeds": (0, 1), "epochs": 2} if options.smoke else {}
     for each in dataclasses.fields(Config):
         value = getattr(options, each.name, None)
-        if value is not None:
-            changes[each.name] = tuple(value) if isinstance(value, list) else value
-            twice = [v for i, v in enumerate(value) if v in value[:i]] if isinstance(value, list) else []
+        if isinstance(value, list):
+            twice = [item for i, item in enumerate(value) if item in value[:i]]
             if twice:
-                text = "+".join(map(str, twice[0])) if isinstance(twice[0], tuple) else twice[0]
+                text = twice[0] if isinstance(twice[0], str) else spell((twice[0],))
                 raise UsageError(f"argument {each.metadata['flag']}: {text} is given twice")
+            value = tuple(value)
+        changes |= {} if value is None else {each.name: value}
     if "auto" in changes.get("lrs", ()):
         if len(changes["lrs"]) > 1:
             raise UsageError("argument --lrs: auto stands alone")
@@ -2967,35 +2888,18 @@ def config_from(options: argparse.Namespace) -> Config:
     count = len(changes.get("seeds", Config.seeds))
     if changes.setdefault("sweep_seeds", min(Config.sweep_seeds, count)) > count:
         raise UsageError(f"argument --sweep-seeds: {changes['sweep_seeds']} is more than the {count} seeds")
-    track, (path, name) = changes.get("track", Config.track), split_idea(changes.get("idea", ""))
-    if track not in TRACKS:
-        if not track.endswith(".py"):
-            raise UsageError(f"argument --track: {show(track)} is neither of {', '.join(TRACKS)} nor FILE.py")
-        read_file("--track", Path(track))
-        changes["track"] = str(Path(track).absolute())
-    if changes.get("idea", Config.idea) not in LAYERS:
-        if not path.endswith(".py") or not name.isidentifier():
-            raise UsageError(f"argument --idea: {show(changes['idea'])} is not FILE.py:Class")
-        read_file("--idea", Path(path))
-        changes["idea"] = f"{Path(path).absolute()}:{name}"
     return Config(**changes)
 
 
 def option_words(config: Config) -> str:
     """Return the options that give this configuration, without a path of this machine."""
-    words, first, count = [], config.seeds[0], len(config.seeds)
-    usual = dataclasses.replace(Config(), sweep_seeds=min(Config.sweep_seeds, count))
-    shown = {
-        "seeds": f"{first}:{first + count}" if first else str(count),
-        "lrs": "auto" if config.lr_search == "auto" else " ".join(map(repr, config.lrs)),
-        "hs": " ".join("+".join(map(repr, h)) for h in config.hs),
-        "track": shlex.quote(file_name(config.track)),
-        "idea": shlex.quote(file_name(config.idea)),
-    }
-    for each in dataclasses.fields(Config):
-        changed = getattr(config, each.name) != getattr(usual, each.name)
-        if "flag" in each.metadata and (changed or (each.name == "lrs" and config.lr_search == "auto")):
-            words.append(f"{each.metadata['flag']} {shown.get(each.name, getattr(config, each.name))}")
+    usual, words = dataclasses.replace(Config(), sweep_seeds=min(Config.sweep_seeds, len(config.seeds))), []
+    for each in [each for each in dataclasses.fields(Config) if each.metadata]:
+        value = getattr(config, each.name)
+        if each.name == "lrs" and config.lr_search == "auto":
+            words += ["--lrs auto"]
+        elif value != getattr(usual, each.name):
+            words.append(f"{each.metadata['flag']} {spell(value)}")
     return show(" ".join(words))
 
 
@@ -3042,11 +2946,10 @@ def check_plot(path: Path, folder: Path) -> None:
 
 def emit(text: str) -> bool:
     """Print to stdout; says whether that went well.  A reader that left is no error: the files are complete."""
-    if sys.stdout is None:
-        return True
     try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.write(text)
+            sys.stdout.flush()
     except OSError as error:
         with contextlib.suppress(OSError, ValueError):  # what is still buffered must not fail again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -3063,27 +2966,20 @@ def complain(message: str) -> None:
             print(f"stage2_bench.py: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def signals_raise() -> Iterator[None]:
-    """Turn SIGINT, SIGTERM and SIGHUP into Interrupted, once: while leaving, further ones are ignored."""
+KEPT = "what was trained is kept, --resume goes on"
 
-    def stop(number: int, _: object) -> None:
-        for each in STOP_SIGNALS:
-            signal.signal(each, lambda *_: None)  # SIG_IGN would make Python complain of one that is on its way
-        raise Interrupted(number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
-    for each in STOP_SIGNALS:
-        if before[each] is not signal.SIG_IGN:  # nohup stays nohup
-            signal.signal(each, stop)
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, signal.SIG_DFL if handler is None else handler)
+def leave() -> None:
+    """End the program when a signal asks for it, whatever the main thread does: one line, no worker and no half-written
+    file is left."""
+    number = signal.sigwait(STOP_SIGNALS)
+    complain(f"stopped by {signal.Signals(number).name}; {KEPT}")
+    sys.stdout = sys.stderr = None  # nobody else has the last word
+    for process in multiprocessing.active_children():
+        process.kill()
+    for part in list(PARTS):
+        part.unlink(missing_ok=True)
+    os._exit(128 + number)
 
 
 def execute(config: Config, options: argparse.Namespace, folder: Path, data: Mapping[int, str], placebo: bool) -> Any:
@@ -3092,27 +2988,18 @@ def execute(config: Config, options: argparse.Namespace, folder: Path, data: Map
     Returns the arms, whether this process is to write, and the number of processes at work.  Forking is fastest and
     safe while no thread pool has started: as a script on Linux, without a user's code.
     """
-    ranks = None
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        if options.jobs:
-            raise UsageError("argument --jobs: not under torchrun, whose ranks do the work (--nproc-per-node)")
-        ranks = Ranks()
-    writes = ranks is None or ranks.rank == 0
+    if options.jobs and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise UsageError("argument --jobs: not under torchrun, whose ranks do the work (--nproc-per-node)")
+    ranks, store = Ranks(), Store(config, folder, options.resume, data)
+    writes = store.must_write = ranks.rank == 0
     if writes:
         check_folder(folder)
     runs = sum(map(len, grids(config, config.lrs).values())) * config.sweep_seeds  # at once, of the sweep
-    jobs = ranks.size if ranks else min(options.jobs or available_cpus(), max(runs, 3 * len(config.seeds)))
-    store = Store(config, folder, options.resume, data)
-    store.must_write = writes
+    jobs = min(options.jobs or available_cpus(), max(runs, 3 * len(config.seeds))) if ranks.size == 1 else ranks.size
     progress = Progress(None if options.quiet or not writes else sys.stderr)
     fork = __name__ == "__main__" and sys.platform == "linux" and config.track in TRACKS and config.idea in LAYERS
-    if ranks:
-        backend = ranks.working(progress)
-    elif jobs == 1 or not (fork or Path(__file__).is_file()):  # a worker that is spawned must find the script
-        backend = alone(progress)
-    else:
-        backend = workers(progress, jobs, fork)
-    with backend as over:
+    here = ranks.torchrun or jobs == 1 or not (fork or Path(__file__).is_file())  # a spawned worker needs the script
+    with ranks.working(progress) if here else workers(progress, jobs, fork) as over:
         return benchmark(config, Execution(config, store, over, jobs, progress, ranks), placebo), writes, jobs
 
 
@@ -3131,12 +3018,23 @@ def benchmark_command(options: argparse.Namespace) -> int:
     if not writes:
         return 0
     report = build_report(config, arms, reason)
-    output = build_output(config, report, jobs, time.monotonic() - start)
-    write_files(folder, {REPORT: to_json(report), OUTPUT: output})
-    well = emit(build_log(config, report))
+    log, answer = build_log(config, report), to_json(build_answer(config, report))
+    machine = f"{platform.system()} {platform.machine()}, {available_cpus()} CPUs, {jobs} processes; {versions()}"
+    seconds = time.monotonic() - start
+    output = f"{log}\nMachine\n{machine}\nwall time {seconds:.1f} s\n\nStage-2 answer\n{answer}"
+    try:
+        with contextlib.ExitStack() as files:  # both are whole on the disk before either takes its place
+            for name, text in {REPORT: to_json(report), OUTPUT: output}.items():
+                file = files.enter_context(new_file(folder / name))
+                file.write(text.encode())
+                file.flush()
+    except OSError as error:
+        what = f"cannot write {REPORT}, {OUTPUT} in {folder}"
+        raise RunError(f"{what}: {error.strerror}; older files are whole") from None
+    well = emit(log)
     if plot:
         draw(config, report, plot)
-    everything_diverged = all(score is None for name in ("baseline", "idea") for score in arms[name].scores)
+    everything_diverged = all(score is None for name in ARMS[:2] for score in arms[name].scores)
     return 0 if well and not everything_diverged else 1
 
 
@@ -3145,10 +3043,15 @@ def output_folder(options: argparse.Namespace) -> Path:
     return options.out_dir or Path("stage2_smoke" if options.smoke else ".")
 
 
+def to_json(document: Any) -> str:
+    """Serialise strictly (no NaN), indented by two spaces, with a final newline."""
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
 def diff_command(options: argparse.Namespace) -> int:
     """Compare the report in --out-dir with another.  Returns the exit status of diff(1)."""
     with np.errstate(all="ignore"):  # a foreign report may hold any number
-        theirs, ours = (Side.load(path, Config()) for path in (options.diff, output_folder(options) / REPORT))
+        theirs, ours = (load_report(path, Config()) for path in (options.diff, output_folder(options) / REPORT))
         rows = compare_reports(theirs, ours, options.rtol or 0.0)
         emit("\n".join(diff_lines(theirs, ours, rows, options.all)) + "\n")
     statuses = [row[3] for row in (conclusions(theirs, ours) if options.conclusions else rows)]
@@ -3162,25 +3065,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             out.reconfigure(errors="backslashreplace")
     torch.set_num_threads(1)
     try:
-        with signals_raise(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             options = build_parser().parse_args(argv)
             if options.version:
                 return 0 if emit(f"stage2_bench {VERSION}; {versions()}\n") else 1
             return diff_command(options) if options.diff else benchmark_command(options)
-    except UsageError as error:
+    except (UsageError, RunError) as error:
         complain(f"error: {error}")
-        return 2
-    except RunError as error:
-        complain(f"error: {error}")
-        return 1
-    except Interrupted as stop:
-        complain(f"stopped by {signal.Signals(stop.args[0]).name}; what was trained is kept, --resume goes on")
-        return 128 + stop.args[0]
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:  # not as a script, or where signals can't be awaited
+        complain(f"stopped by SIGINT; {KEPT}")
+        return 130
 
 
 if __name__ == "__main__":
-    status = main()
-    if "RANK" in os.environ and threading.active_count() > 1:  # a thread still waits for a lost rank: leave without it
-        os._exit(status)
-    sys.exit(status)
+    if hasattr(signal, "sigwait"):
+        threading.Thread(target=leave, daemon=True).start()
+    sys.exit(main())

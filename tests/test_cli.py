@@ -452,6 +452,7 @@ def places():
         "read-only store": read_only_store,
         "read-only checkout": elsewhere,
         "backend": lambda: forked("backend", "", "--plot", "figure.png", MPLBACKEND="nonsense"),
+        "odd backend": lambda: forked("odd backend", "", "--plot", "figure.png", MPLBACKEND="module://nowhere"),
         "no matplotlib": lambda: forked("no matplotlib", NO_MATPLOTLIB, "--plot", "figure.png"),
         "importing": importing,
     }
@@ -610,6 +611,14 @@ def test_a_figure_that_can_t_be_drawn_is_refused_first(places, name, said):
     assert re.fullmatch(r"stage2_bench\.py: error: argument --plot: [^\n]+\n", ended.err)
     assert said in ended.err
     assert [path.name for path in folder.iterdir()] == [bench.REPORT]
+
+
+def test_a_backend_that_is_not_there_does_no_harm(places):
+    """A figure needs no window: where MPLBACKEND names what can't be loaded, it is drawn, or refused first."""
+    ended, folder = places["odd backend"]
+    drawn = (folder / "figure.png").exists()
+    assert (ended.status, len(ended.err.splitlines()), drawn) in ((0, 0, True), (2, 1, False))
+    assert drawn or [path.name for path in folder.iterdir()] == [bench.REPORT]
 
 
 def test_failure_while_drawing_leaves_the_files_whole(main, tmp_path, monkeypatch):

@@ -133,6 +133,9 @@ if child:
     note("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     os._exit(0)
 os.setsid()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever these tests were started under
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
 os.chdir(job["cwd"])
 os.environ.clear()
 os.environ.update(job["environment"])
@@ -1257,7 +1260,7 @@ def kills():
     on_tiny = ("--track", tiny(), "--epochs", 40, *LITTLE)
     starts = {
         "one process": (lambda *words: [Forked(*on_tiny, "--jobs", 1, *words)], 4),
-        "workers": (lambda *words: [Forked(*QUICK, "--jobs", 2, *words)], 3),
+        "workers": (lambda *words: [Forked(*QUICK, "--epochs", 12, "--jobs", 2, *words)], 3),
         "ranks": (lambda *words: ranks(2, *on_tiny, *words), 2),
     }
     return Later({name: functools.partial(scenario, name, *how) for name, how in starts.items()})
@@ -1274,9 +1277,9 @@ def test_kill_9_at_random_moments(kills, fresh, name):
         assert report == OLD
     assert [(each.status, each.survivors) for each in last] == [(0, [])] * len(last), [each.err for each in last]
     assert not any(warnings_in(each.err) for each in last)
-    wanted = fresh("--track", "dynamics", *QUICK) if name == "workers" else fresh("--epochs", 40)
+    wanted = fresh("--track", "dynamics", *QUICK, "--epochs", 12) if name == "workers" else fresh("--epochs", 40)
     assert report_of(folder) == report_of(wanted)
-    total = 3 * 2 if name == "workers" else 6 * 40
+    total = 3 * 12 if name == "workers" else 6 * 40
     assert progress(last[0].err)[0][1] < total
 
 
@@ -1298,6 +1301,18 @@ def loads(main, library):
 AT_FORK = """
 interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
 os.register_at_fork(before=interrupt, after_in_child=interrupt)
+"""
+IN_A_ZIP = """
+import zipfile
+opened = zipfile.ZipFile.open
+
+def interrupted(self, name, mode="r", **how):
+    handle = opened(self, name, mode, **how)
+    if mode == "w":
+        os.kill(os.getpid(), signal.SIGINT)
+    return handle
+
+zipfile.ZipFile.open = interrupted
 """
 PHASES = ("data", "training", "workers", "ranks")  # which all three endings are tried in
 MORE = (("training", "SIGHUP"), ("drawing", "SIGINT"), ("drawing", "SIGTERM"))
@@ -1357,6 +1372,11 @@ def endings():
         folder = in_new_folder("forking")
         return [finish(Forked(*QUICK, "--jobs", 2, "--quiet", "--out-dir", folder, prepare=AT_FORK, slow=True))], folder
 
+    def saving():
+        folder = in_new_folder("saving")
+        words = ("--track", tiny(), *LITTLE, "--jobs", 1, "--quiet", "--out-dir", folder)
+        return [finish(Forked(*words, prepare=IN_A_ZIP, slow=True))], folder
+
     def killed():
         folder = in_new_folder("worker")
         (running,) = started("workers", folder)
@@ -1391,7 +1411,7 @@ def endings():
 
     chosen = [*itertools.product(PHASES, ENDINGS), *LOADING, *MORE]
     scenarios = {f"{phase} {names}": functools.partial(stopped, phase, names) for phase, names in chosen}
-    scenarios |= {"spawning": spawning, "forking": forking, "worker": killed, "nohup": nohup}
+    scenarios |= {"spawning": spawning, "forking": forking, "saving": saving, "worker": killed, "nohup": nohup}
     return Later(scenarios | {"idle worker": lambda: idle(in_new_folder("idle worker"))})
 
 
@@ -1444,10 +1464,10 @@ def test_signals_while_drawing_leave_whole_files(endings, names):
     assert {path.name for path in folder.iterdir()} <= {bench.REPORT, bench.OUTPUT, bench.STORE, "figure.png"}
 
 
-@pytest.mark.parametrize("name", ["spawning", "forking"])
-def test_interrupt_while_workers_start_is_one_line(endings, name):
-    """Ctrl-C while spawned workers load their libraries, which must not each print a traceback, or in the moment of a
-    fork, whose hooks swallow what a signal's handler raises."""
+@pytest.mark.parametrize("name", ["spawning", "forking", "saving"])
+def test_interrupt_in_a_delicate_moment_is_one_line(endings, name):
+    """Ctrl-C while spawned workers load their libraries, which must not each print a traceback; in the moment of a
+    fork, whose hooks swallow what a handler raises; while a training is written into a zip, which then complains."""
     (ended,), folder = endings[name]
     assert_stopped(ended, "SIGINT")
     assert (folder / bench.REPORT).read_text() == OLD
