@@ -40,6 +40,7 @@ import warnings
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 STOP_SIGNALS = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup stays
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's matrix products: the workers fill the cores
 if __name__ in ("__main__", "__mp_main__"):  # a script or its worker: what libraries warn of is not the user's concern
     warnings.simplefilter("ignore")
     os.environ |= {"TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONWARNINGS": "ignore"}
@@ -63,6 +64,7 @@ import platform
 import re
 import secrets
 import shlex
+import statistics
 import sys
 import textwrap
 import threading
@@ -84,9 +86,7 @@ from torch import Tensor, nn
 
 VERSION = "2.0"
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. Configuration
-# ---------------------------------------------------------------------------------------------------------------------
+# 1. Configuration -----------------------------------------------------------------------------------------------------
 
 
 def option(default: Any, flag: str, metavar: str | None, text: str, parser: str = "str", **how: Any) -> Any:
@@ -101,30 +101,17 @@ class Config:
     seeds: tuple[int, ...] = option((*range(8),), "--seeds", "N|A:B", "pairs: 0..N-1, or fresh A..B-1", "seed_range")
     sweep_seeds: int = option(4, "--sweep-seeds", "N", "first seeds, for the sweep; at most all", "count")
     lrs: tuple[float, ...] = option(
-        (0.0015, 0.003, 0.006),
-        "--lrs",
-        "LR",
-        "rates of all arms, or auto: grows while a best is at its edge",
-        "rate",
-        nargs="+",
+        (0.0015, 0.003, 0.006), "--lrs", "LR", "of all arms; auto: grows while a best is at an edge", "rate", nargs="+"
     )
-    hs: tuple[tuple[float, ...], ...] = option(
-        ((0.08,),), "--h", "H", "step sizes; 0.02+0.08 is a multiscale stack", "steps", nargs="+"
-    )
+    hs: tuple[tuple[float, ...], ...] = option(((0.08,),), "--h", "H", "steps; 0.02+0.08 stacks", "steps", nargs="+")
     epochs: int = option(16, "--epochs", "N", "passes over the training split", "count")
     hidden: int = option(32, "--hidden", "N", "GRU units of both models", "count")
     batch: int = option(64, "--batch", "N", "sequences a step; a short last one is kept", "count")
     track: str = option(
-        "dynamics",
-        "--track",
-        "NAME",
-        "data: dynamics, lorenz, irregular, or FILE.py with make(seed, split)",
-        "track_name",
+        "dynamics", "--track", "NAME", "dynamics, lorenz, irregular, or FILE.py with make(seed, split)", "track_name"
     )
     idea: str = option("kinetic", "--idea", "FILE.py:Class", "your own token-mixing layer", "idea_name")
-    dtype: str = option(
-        "float64", "--dtype", None, "float32 is faster, its digits vary", choices=("float64", "float32")
-    )
+    dtype: str = option("float64", "--dtype", None, "float32: faster, digits vary", choices=("float64", "float32"))
 
     lr_search: str = "grid"  # "auto" (--lrs auto): the grid grows until no best rate is at an edge
     growth: float = 2.0  # by which the next rate of --lrs auto lies beyond the edge
@@ -152,12 +139,10 @@ class Config:
 
     @property
     def sweep(self) -> tuple[int, ...]:
-        """The seeds of the sweep."""
         return self.seeds[: self.sweep_seeds]
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype that trains."""
         return getattr(torch, self.dtype)
 
     @property
@@ -183,17 +168,7 @@ class Run:
         return f"{'baseline' if self.h is None else 'h ' + '+'.join(map(repr, self.h))} lr {self.lr!r} seed {self.seed}"
 
 
-class UsageError(Exception):
-    """The user's options or files are wrong: one line, exit status 2, nothing trained."""
-
-
-class RunError(Exception):
-    """A run could not go on: one line, exit status 1."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. Random streams
-# ---------------------------------------------------------------------------------------------------------------------
+# 2. Random streams ----------------------------------------------------------------------------------------------------
 
 STREAMS = {"train": 0, "test": 1, "val": 2, "weights": 3, "order": 4, "clock": 5}
 
@@ -204,13 +179,12 @@ def stream(seed: int, purpose: str) -> np.random.Generator:
     return np.random.default_rng([seed, STREAMS[purpose]])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 3. Tracks (data sets)
-# ---------------------------------------------------------------------------------------------------------------------
+# 3. Tracks (data sets) ------------------------------------------------------------------------------------------------
 
 SPLITS = ("train", "val", "test")
-SENSOR_NOISE = 0.005  # standard deviation of a measured oscillator's position
 SOLVER_MARGIN = 1.0  # time; the solver's steps are about a tenth of it
+SENSOR_NOISE = 0.005  # standard deviation of a measured oscillator's position
+Simulated = tuple[np.ndarray, Any, np.ndarray | None]  # position, noise of what is measured, drive
 
 
 @dataclass(frozen=True)
@@ -232,7 +206,8 @@ class Trajectories:
         position, its backward differences over the true intervals, drive."""
         channels, times = [position], self.times[samples]
         for _ in range(self.differences):
-            channels.append(np.diff(channels[-1], axis=1) / np.diff(times[-channels[-1].shape[1] :]))
+            channels.append(np.diff(channels[-1], axis=1) / np.diff(times))
+            times = times[1:]
         channels += [] if self.drive is None else [self.drive[: len(position), samples]]
         return np.stack([channel[:, self.differences - position.shape[1] :] for channel in channels], axis=-1)
 
@@ -244,7 +219,7 @@ class Track:
     The clock is regular, or with jitter (share of a step, to either side) uneven: diffusion then acts on true times.
     """
 
-    simulate: Callable[..., Any]
+    simulate: Callable[..., Simulated]
     step: float
     start: float = 0.0
     jitter: float = 0.0
@@ -268,15 +243,16 @@ class Track:
 
 
 def solve(slope: Callable[..., Any], state: np.ndarray, times: np.ndarray, wanted: int, count: int) -> np.ndarray:
-    """Integrate all trajectories at once and return the first variable at the first `wanted` times, (trajectories,
-    samples).  The solver stops soon after those, but late enough that its steps up to there are to the bit those of an
-    integration to the last time."""
+    """Integrate all trajectories at once; returns the first variable (trajectories, samples) at `wanted` times.
+
+    The solver goes on a little: its steps up to there are then to the bit those of an integration to the last time.
+    """
     end, seen = min(float(times[-1]), float(times[wanted - 1]) + SOLVER_MARGIN), times[:wanted]
     solution = integrate.solve_ivp(slope, (0.0, end), state, method="DOP853", t_eval=seen, rtol=1e-10, atol=1e-12)
     return solution.y[:count].copy()
 
 
-def duffing(config: Config, rng: np.random.Generator, count: int, times: np.ndarray, wanted: int) -> Any:
+def duffing(config: Config, rng: np.random.Generator, count: int, times: np.ndarray, wanted: int) -> Simulated:
     """Simulate q'' = -delta q' + alpha q - beta q^3 + gamma cos(omega t + phi), coefficients drawn by trajectory;
     returns position (count, wanted), sensor noise (count, window) and drive (count, samples)."""
     bounds = [(0.5, 1.5), (0.5, 1.5), (0.1, 0.4), (0.2, 0.5), (0.8, 1.6), (0.0, 2 * np.pi), (-1.5, 1.5), (-1.0, 1.0)]
@@ -291,7 +267,7 @@ def duffing(config: Config, rng: np.random.Generator, count: int, times: np.ndar
     return solve(slope, np.concatenate([q0, v0]), times, wanted, count), noise, drive
 
 
-def lorenz(config: Config, rng: np.random.Generator, count: int, times: np.ndarray, wanted: int) -> Any:
+def lorenz(config: Config, rng: np.random.Generator, count: int, times: np.ndarray, wanted: int) -> Simulated:
     """Simulate Lorenz-63 (sigma 10, rho 28, beta 8/3; J. Atmos. Sci. 20, 130), observed by x; no noise, no drive."""
     start = [rng.uniform(low, high, count) for low, high in ((-15.0, 15.0), (-15.0, 15.0), (10.0, 40.0))]
 
@@ -366,18 +342,8 @@ class Dataset:
         tokens, targets = self.raw["train"]
         return tokens.shape[2], tokens.shape[1], targets.shape[1]
 
-    def digest(self, *splits: str) -> str:
-        """Return a hash of the raw bytes of splits."""
-        arrays = itertools.chain(*(self.raw[split] for split in splits))
-        return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
 
-    def share_in_train(self, split: str) -> float:
-        """Return which share of a split's sequences stand in the training split too."""
-        known = {sequence.tobytes() for sequence in self.raw["train"][0]}
-        return float(np.mean([sequence.tobytes() in known for sequence in self.raw[split][0]]))
-
-
-@functools.lru_cache(maxsize=16)  # seeds of a worker: about 2 MB each
+@functools.lru_cache(maxsize=16)  # seeds of a worker: about 5 MB each
 def build_dataset(config: Config, seed: int) -> Dataset:
     """Build the three splits of a seed, standardised by the training split."""
     raw, paths = {}, {}
@@ -397,9 +363,7 @@ def build_dataset(config: Config, seed: int) -> Dataset:
     return Dataset(raw, *ready, *scales, paths.get("test"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 4. Layers
-# ---------------------------------------------------------------------------------------------------------------------
+# 4. Layers ------------------------------------------------------------------------------------------------------------
 
 
 def trigonometric_fit(length: int, angles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -410,15 +374,16 @@ def trigonometric_fit(length: int, angles: np.ndarray) -> tuple[np.ndarray, np.n
     return basis, np.linalg.pinv(basis)
 
 
-def wave_and_analysis(k: int, length: int, angles: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return cos(k theta) at the tokens (length,), and the complex weights (length,) whose sum with a signal is its
-    k-th Fourier coefficient: the FFT's, or on uneven angles the least-squares fit's."""
+def waves_and_analyses(length: int, angles: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return, for modes k = 0 to T/2 (mode, token): the waves cos(k theta), and the complex weights whose sum with a
+    signal is its k-th Fourier coefficient: the FFT's, or on uneven angles the least-squares fit's."""
+    modes = np.arange(length // 2 + 1)
     if angles is None:
-        regular = 2 * np.pi * np.arange(length) / length
-        return np.cos(k * regular), np.exp(-1j * k * regular)
-    coefficients = trigonometric_fit(length, angles)[1]
-    sine = coefficients[length // 2 + k] if 0 < k < (length + 1) // 2 else 0.0
-    return np.cos(k * angles), coefficients[k] - 1j * sine
+        phase = 2 * np.pi * np.outer(modes, np.arange(length)) / length
+        return np.cos(phase), np.exp(-1j * phase)
+    analyses = trigonometric_fit(length, angles)[1].astype(complex)
+    analyses[1 : (length + 1) // 2] -= 1j * analyses[len(modes) :]  # cosine - i sine; mode 0, and T/2, have no sine
+    return np.cos(np.outer(modes, angles)), analyses[: len(modes)]
 
 
 def diffusion_matrix(length: int, h: float, angles: np.ndarray | None = None) -> np.ndarray:
@@ -462,14 +427,17 @@ class KineticLayer(nn.Module):
     prediction = "x Fourier attenuation approximately exp(-h*k^2) and transport displacement proportional to h*x"
     judged: ClassVar = {"fourier_attenuation": "attenuation_relative_error"}  # what decides `confirmed`: its error
     mode = 3  # Fourier mode of the attenuation signature
-    gate_bias = -2.5  # where the gate's bias starts: g is about 0.08
+    gate_bias = -2.5  # where the gate's bias starts, fitted to the reference's mean: g is about 0.08, nearly closed
 
     def __init__(self, channels: int, length: int, h: float) -> None:
         super().__init__()
         self.h = h
         self.gate, self.mix = nn.Linear(channels, channels), nn.Linear(channels, channels)
         nn.init.constant_(self.gate.bias, self.gate_bias)
-        self.register_buffer("transport", torch.from_numpy(transport_matrix(length, channels, h)).to(self.mix.weight))
+        transport = torch.from_numpy(transport_matrix(length, channels, h)).to(self.mix.weight)
+        self.register_buffer(
+            "transport", transport.mT.contiguous().mT
+        )  # its transpose lies in order, as `operator` reads
         self.register_buffer("diffusion", self.mix.weight.new_empty(length, length))
         self.place(None)
 
@@ -486,22 +454,16 @@ class KineticLayer(nn.Module):
 
     def operator(self, u: Tensor) -> Tensor:
         """Return K(u)."""
-        diffused = torch.einsum("xy,byc->bxc", self.diffusion, u)
-        return torch.einsum("xdc,bxc->bxd", self.transport, diffused)
+        diffused = torch.tensordot(self.diffusion, u, ([1], [1]))  # (token, batch, channel)
+        return (diffused @ self.transport.mT).transpose(0, 1)
 
     def forward(self, u: Tensor) -> Tensor:
         """Return the mixed tokens."""
         return self.mix(torch.lerp(u, self.operator(u), torch.sigmoid(self.gate(u))))  # lerp(u, k, g) = (1 - g) u + g k
 
     def signature(self, tokens: Tensor) -> dict[str, float]:
-        """Return what the mechanism predicts, and what the layer does to these tokens (section 9)."""
-        attenuation, displacement = kinetic_signature(self, tokens)
-        return {
-            "predicted_fourier_attenuation": math.exp(-self.h * self.mode**2),
-            "observed_fourier_attenuation": attenuation,
-            "predicted_transport_displacement": self.h * (tokens.shape[1] // 2),
-            "observed_transport_displacement": displacement,
-        }
+        """Return what the mechanism predicts, and what the layer does to these tokens."""
+        return kinetic_signature(self, tokens)
 
 
 LAYERS: dict[str, type[nn.Module]] = {"kinetic": KineticLayer}
@@ -539,17 +501,9 @@ def build_layers(config: Config, run: Run, channels: int, length: int) -> list[n
     return layers
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 5. Many GRUs at once
-# ---------------------------------------------------------------------------------------------------------------------
+# 5. Many GRUs at once -------------------------------------------------------------------------------------------------
 
-CHUNK = 2  # time steps whose backward factors are computed together: more outgrow the cache, fewer cost dispatch
-CACHE_LINE = 16  # numbers: rows of parameters and batches are multiples, so that a run's bits don't hang on its place
-
-
-def pack_rows(packed: Tensor) -> Tensor:
-    """Return the factors (4 hidden, 1) of the rows (2 a_h, a_r, -a_z, 2 a_x)."""
-    return packed.new_tensor([2.0, 1.0, -1.0, 2.0]).repeat_interleave(packed.shape[1] // 4)[:, None]
+ALIGNMENT = 16  # numbers: rows of parameters and batches are multiples, so that a run's bits don't hang on its place
 
 
 def pack_gru(w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor) -> Tensor:
@@ -568,16 +522,7 @@ def pack_gru(w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor) -> Tensor:
     packed[:, hidden:, -1] = b_ih
     packed[:, : 3 * hidden, :hidden] = 2 * w_hh.roll(hidden, 1)
     packed[:, : 3 * hidden, -1] += (b_hh - w_hh.sum(2)).roll(hidden, 1)
-    return packed.mul_(pack_rows(packed))
-
-
-def unpack_gru_gradient(gradient: Tensor, hidden: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Turn the gradient of `pack_gru`'s matrix, in place, into those of (w_ih, w_hh, b_ih, b_hh)."""
-    gradient.mul_(pack_rows(gradient))
-    bias = gradient[:, : 3 * hidden, -1]
-    recurrent = 2 * gradient[:, : 3 * hidden, :hidden] - bias[..., None]
-    inputs = gradient[:, hidden:]
-    return inputs[..., hidden:-1], recurrent.roll(-hidden, 1), inputs[..., -1], bias.roll(-hidden, 1)
+    return packed * packed.new_tensor([2.0, 1.0, -1.0, 2.0]).repeat_interleave(hidden)[:, None]
 
 
 class Scan:
@@ -585,7 +530,8 @@ class Scan:
 
     columns (time + 1, runs, hidden + channels + 1, batch) hold (g, x, 1); gates (time, runs, 4 hidden, batch) the rows
     of `pack_gru`.  Slicing costs as much as arithmetic here, so all slices are made once.  What a forward pass leaves
-    is read by its backward pass; in between, the same scan must not be used.
+    is read by its backward pass; in between, the same scan must not be used.  NumPy multiplies the matrices: its BLAS
+    is the faster one on many processors, and takes each run's by itself, so that bits don't hang on the neighbours.
     """
 
     def __init__(self, tokens: Tensor, hidden: int, backward: bool) -> None:
@@ -596,69 +542,56 @@ class Scan:
         self.columns[:, :, -1] = 1.0
         self.inputs, states = self.columns[:-1, :, hidden:-1], self.columns[:, :, :hidden]
         gates = tokens.new_empty(length if backward else 1, runs, 4 * hidden, batch)
-        self.steps: list[tuple[Tensor, ...]] = []
+        self.slopes, self.scratch = torch.empty_like(gates[0]), torch.empty_like(states[0])
+        self.turned = tokens.new_empty(length, runs, batch, hidden + channels + 1)  # the columns, transposed
+        self.token_gradient = tokens.new_empty(length, runs, channels, batch)
+        self.steps: list[tuple[Any, ...]] = []
+        self.back: list[tuple[Any, ...]] = []
         for t in range(length):
             gate = gates[t if backward else 0]
-            n_h, r, y, s = gate.chunk(4, 1)
+            n_h, r, y, s = gate.chunk(4, 1)  # before the sigmoids: 2 a_h, a_r, -a_z, 2 a_x
             r_y = gate[:, hidden : 3 * hidden]
-            self.steps.append((self.columns[t], gate, r_y, s, r, n_h, states[t], y, states[t + 1]))
-        if backward:
-            self.prepare_backward(gates, states, channels)
-
-    def prepare_backward(self, gates: Tensor, states: Tensor, channels: int) -> None:
-        """Make the buffers and views of the backward pass: by chunk for its factors, by step for the rest."""
-        (length, runs, _, batch), hidden = gates.shape, self.hidden
-        slopes, scratch = torch.empty_like(gates[:CHUNK]), torch.empty_like(states[:CHUNK])
-        self.token_gradient = gates.new_empty(length, runs, channels, batch)
-        self.chunks: dict[int, tuple[Tensor, ...]] = {}
-        self.back: list[tuple[Tensor, ...]] = []
-        for t in range(length):
-            start, own = t - t % CHUNK, slopes[t % CHUNK]
-            if t == length - 1 or t % CHUNK == CHUNK - 1:
-                part, count = slice(start, t + 1), t + 1 - start
-                self.chunks[t] = *gates[part].chunk(4, 2), states[part], *slopes[:count].chunk(4, 2), scratch[:count]
-            by_gate, to_state, to_tokens = own.view(runs, 4, hidden, batch), own[:, : 3 * hidden], own[:, hidden:]
-            column, y = self.columns[t].transpose(1, 2), gates[t, :, 2 * hidden : 3 * hidden]
-            self.back.append((y, by_gate, to_state, own, column, to_tokens, self.token_gradient[t]))
+            self.steps.append((self.columns[t].numpy(), gate.numpy(), r_y, s, r, n_h, states[t], y, states[t + 1]))
+            self.back.append((n_h, r, y, s, states[t], self.turned[t].numpy(), self.token_gradient[t].numpy()))
 
     def forward(self, packed: Tensor, tokens: Tensor) -> Tensor:
         """Return the last hidden state (runs, hidden, batch) of tokens (runs, batch, time, channel)."""
         self.inputs.copy_(tokens.permute(2, 0, 3, 1))
+        weights = packed.detach().numpy()
         for column, gate, r_y, s, r, n_h, g, y, g_next in self.steps:
-            torch.bmm(packed, column, out=gate)
+            np.matmul(weights, column, out=gate)
             r_y.sigmoid_()
             s.addcmul_(r, n_h).sigmoid_()
             torch.lerp(g, s, y, out=g_next)
         return 2 * self.columns[-1, :, : self.hidden] - 1
 
-    def slopes(self, t: int) -> None:
-        """Compute what dL/dg' is multiplied by to give the gradient of each row of the gates, of a chunk up to t.
-
-        dg'/ds = y, dg'/dy = s - g; ds/d(2 a_x) = s (1 - s), and through it 2 a_h (times r) and r (times 2 a_h).
-        """
-        n_h, r, y, s, g, to_n_h, to_r, to_y, to_n_x, scratch = self.chunks[t]
-        sigmoid_backward = torch.ops.aten.sigmoid_backward
-        sigmoid_backward(y, s, grad_input=to_n_x)
-        torch.mul(to_n_x, r, out=to_n_h)
-        sigmoid_backward(torch.mul(to_n_x, n_h, out=scratch), r, grad_input=to_r)
-        sigmoid_backward(torch.sub(s, g, out=scratch), y, grad_input=to_y)
-
     def backward(self, packed: Tensor, grad_hidden: Tensor, wants_tokens: bool) -> tuple[Tensor, Tensor | None]:
-        """Propagate dL/dh_T (runs, hidden, batch) back through time; returns the gradients of packed and tokens."""
-        hidden = self.hidden
-        recurrent = packed[:, : 3 * hidden, :hidden].transpose(1, 2)
-        inputs = packed[:, hidden:, hidden:-1].transpose(1, 2)
-        gradient, delta = torch.zeros_like(packed), 2 * grad_hidden
-        for t in reversed(range(len(self.back))):
-            if t in self.chunks:
-                self.slopes(t)
-            y, by_gate, to_state, local, column, to_tokens, token_gradient = self.back[t]
-            carried = torch.addcmul(delta, delta, y, value=-1)
+        """Propagate dL/dh_T (runs, hidden, batch) back through time; returns the gradients of packed and tokens.
+
+        slopes is what delta = dL/dg' is multiplied by to give the gradient of each row of the gates: dg'/ds = y,
+        dg'/dy = s - g; ds/d(2 a_x) = s (1 - s), and through it 2 a_h (times r) and r (times 2 a_h).
+        """
+        hidden, slopes, scratch = self.hidden, self.slopes, self.scratch
+        to_n_h, to_r, to_y, to_n_x = slopes.chunk(4, 1)
+        by_gate, local = slopes.unflatten(1, (4, hidden)), slopes.numpy()
+        recurrent = packed[:, : 3 * hidden, :hidden].mT.detach().numpy()
+        inputs = packed[:, hidden:, hidden:-1].mT.detach().numpy()
+        gradient, delta = torch.zeros_like(packed), (2 * grad_hidden).contiguous()
+        share, carried = torch.empty_like(packed), torch.empty_like(delta)
+        sigmoid_backward = torch.ops.aten.sigmoid_backward
+        self.turned.copy_(self.columns[:-1].mT)
+        for n_h, r, y, s, g, column, token_gradient in reversed(self.back):
+            sigmoid_backward(y, s, grad_input=to_n_x)
+            torch.mul(to_n_x, r, out=to_n_h)
+            sigmoid_backward(torch.mul(to_n_x, n_h, out=scratch), r, grad_input=to_r)
+            sigmoid_backward(torch.sub(s, g, out=scratch), y, grad_input=to_y)
             by_gate.mul_(delta[:, None])
-            delta = carried.baddbmm_(recurrent, to_state)
-            gradient.baddbmm_(local, column)
+            np.matmul(recurrent, local[:, : 3 * hidden], out=carried.numpy())
+            delta.addcmul_(delta, y, value=-1).add_(carried)
+            np.matmul(local, column, out=share.numpy())
+            gradient.add_(share)
             if wants_tokens:
-                torch.bmm(inputs, to_tokens, out=token_gradient)
+                np.matmul(inputs, local[:, hidden:], out=token_gradient)
         return gradient, self.token_gradient.permute(1, 3, 0, 2).contiguous() if wants_tokens else None
 
 
@@ -666,17 +599,17 @@ class StackedGRU(torch.autograd.Function):
     """The last hidden state of many GRUs at once, with a hand-derived backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, scan: Scan, tokens: Tensor, *weights: Tensor) -> Tensor:
-        """Return h_T (runs, hidden, batch) of tokens (runs, batch, time, channel); weights (w_ih, w_hh, b_ih, b_hh) as
-        torch.nn.GRU's, with runs in front."""
-        ctx.packed, ctx.scan = pack_gru(*weights), scan
-        return scan.forward(ctx.packed, tokens)
+    def forward(ctx: Any, scan: Scan, tokens: Tensor, packed: Tensor) -> Tensor:
+        """Return h_T (runs, hidden, batch) of tokens (runs, batch, time, channel) and the weights of `pack_gru`."""
+        ctx.scan = scan
+        ctx.save_for_backward(packed)
+        return scan.forward(packed, tokens)
 
     @staticmethod
     def backward(ctx: Any, grad_hidden: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `forward`'s arguments."""
-        gradient, grad_tokens = ctx.scan.backward(ctx.packed, grad_hidden, ctx.needs_input_grad[1])
-        return (None, grad_tokens, *unpack_gru_gradient(gradient, ctx.scan.hidden))
+        gradient, grad_tokens = ctx.scan.backward(*ctx.saved_tensors, grad_hidden, ctx.needs_input_grad[1])
+        return None, grad_tokens, gradient
 
 
 class Model:
@@ -696,14 +629,14 @@ class Model:
         shapes = [(rows, channels), (rows, hidden), (rows,), (rows,), (outputs, hidden), (outputs,)]
         edges = list(itertools.accumulate(map(math.prod, shapes), initial=0))
         own = [[p for layer in layers for p in layer.parameters() if p.requires_grad] for layers in self.layers]
-        self.parameters = [edges[-1] + sum(map(real_numbers, mine)) for mine in own]  # the real numbers that train
-        width = edges[-1] + 1 + max(sum(real_numbers(p) + 1 for p in mine) for mine in own)
-        self.flat = torch.zeros(len(runs), math.ceil(width / CACHE_LINE) * CACHE_LINE, dtype=config.torch_dtype)
+        numbers = [[p.numel() * (1 + p.is_complex()) for p in mine] for mine in own]
+        self.parameters = [edges[-1] + sum(mine) for mine in numbers]  # the real numbers that train
+        width = edges[-1] + max(sum(mine) + len(mine) for mine in numbers)  # `adopt` may skip one before each
+        self.flat = torch.zeros(len(runs), math.ceil(width / ALIGNMENT) * ALIGNMENT, dtype=config.torch_dtype)
         self.gradient = torch.zeros_like(self.flat)
         for run, row, gradient, layers, mine in zip(runs, self.flat, self.gradient, self.layers, own, strict=True):
             rng = stream(run.seed, "weights")
-            drawn = np.concatenate([uniform(rng, hidden, math.prod(shape)) for shape in shapes])
-            row[: edges[-1]] = torch.from_numpy(drawn)
+            row[: edges[-1]] = torch.from_numpy(uniform(rng, hidden, edges[-1]))
             for layer in layers:
                 if hasattr(layer, "draw"):
                     layer.draw(rng)
@@ -738,20 +671,15 @@ class Model:
                 tokens = layer(tokens)
             mixed.append(tokens)
         stacked = torch.stack(mixed)
-        count, spare = stacked.shape[1], -stacked.shape[1] % CACHE_LINE
+        count, spare = stacked.shape[1], -stacked.shape[1] % ALIGNMENT
         if spare:  # sequences of zeros, so that BLAS takes the same way wherever in memory a run's numbers lie
             stacked = nn.functional.pad(stacked, (0, 0, 0, 0, 0, spare))
         key = stacked.shape, torch.is_grad_enabled()
         if key not in self.scans:
             self.scans[key] = Scan(stacked, self.config.hidden, backward=key[1])
         *weights, readout, bias = self.core
-        hidden = StackedGRU.apply(self.scans[key], stacked, *weights)
+        hidden = StackedGRU.apply(self.scans[key], stacked, pack_gru(*weights))
         return (readout @ hidden)[..., :count].transpose(1, 2) + bias[:, None]
-
-
-def real_numbers(parameter: Tensor) -> int:
-    """Return how many real numbers a parameter holds."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 def adopt(parameters: Sequence[Tensor], row: Tensor, gradient: Tensor, start: int) -> None:
@@ -759,7 +687,7 @@ def adopt(parameters: Sequence[Tensor], row: Tensor, gradient: Tensor, start: in
     begins at an even place, as complex views want it."""
     for parameter in parameters:
         start += start % 2
-        stop = start + real_numbers(parameter)
+        stop = start + parameter.numel() * (1 + parameter.is_complex())
         pieces = [row[start:stop], gradient[start:stop]]
         if parameter.is_complex():
             pieces = [torch.view_as_complex(piece.view(*parameter.shape, 2)) for piece in pieces]
@@ -768,9 +696,9 @@ def adopt(parameters: Sequence[Tensor], row: Tensor, gradient: Tensor, start: in
         start = stop
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 6. Training
-# ---------------------------------------------------------------------------------------------------------------------
+# 6. Training ----------------------------------------------------------------------------------------------------------
+
+PIECE = 128  # sequences that are evaluated at once: more outgrow the cache
 
 
 @dataclass
@@ -809,7 +737,7 @@ class Training:
         self.count = len(model.data[0].targets["train"])
         self.steps = self.epoch * math.ceil(self.count / self.config.batch)
         self.orders = [stream(run.seed, "order") for run in model.runs]
-        for order, _ in itertools.product(self.orders, range(self.epoch)):
+        for order, _ in itertools.product(self.orders, range(self.epoch)):  # go on from where they stood
             order.permutation(self.count)
 
     def states(self) -> list[State]:
@@ -820,7 +748,7 @@ class Training:
 
     def run(self) -> Iterator[int]:
         """Train to the configuration's last epoch; yields after each."""
-        self.measure()
+        self.measure()  # what was the last epoch of a shorter training may be a checkpoint of this one
         while self.epoch < self.config.epochs:
             orders = [torch.from_numpy(order.permutation(self.count)) for order in self.orders]
             for start in range(0, self.count, self.config.batch):
@@ -832,23 +760,20 @@ class Training:
     def measure(self) -> None:
         """Note the learning curve at a checkpoint that it does not have yet."""
         if self.epoch in self.config.checkpoints and self.epoch not in self.curves[0]:
-            for curve, score in zip(
-                self.curves, evaluate(self.model, "test", self.config.probe_sequences), strict=True
-            ):
+            scores = evaluate(self.model, "test", self.config.probe_sequences)
+            for curve, score in zip(self.curves, scores, strict=True):
                 curve[self.epoch] = float(score)
 
     def learn(self, chosen: Sequence[Any]) -> None:
-        """Take one step, each run on its chosen sequences (indices or a slice) of the training split."""
+        """Take one step, each run on its chosen sequences (indices or a slice) of the training split.
+
+        Each run's gradient is clipped to its global norm; the parameters change in place, the gradient starts anew.
+        """
         tokens, targets = self.model.batch("train", chosen)
         losses = (self.model(tokens) - targets).square().mean((1, 2))
         losses.sum().backward()
-        self.step()
         self.finite &= torch.isfinite(losses)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Update the parameters in place, each run's gradient clipped to its global norm; the gradient starts anew."""
-        flat, gradient = self.model.flat, self.model.gradient
+        gradient = self.model.gradient
         norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
         gradient.mul_(torch.clamp(self.config.clip / (norm + 1e-6), max=1.0))
         self.steps += 1
@@ -856,16 +781,16 @@ class Training:
         self.mean.lerp_(gradient, 1 - first)
         self.square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
         scale = (self.square.sqrt() / math.sqrt(1 - second**self.steps)).add_(self.config.epsilon)
-        flat.sub_(self.lr / (1 - first**self.steps) * (self.mean / scale))
+        self.model.flat.sub_(self.lr / (1 - first**self.steps) * (self.mean / scale))
         gradient.zero_()
 
 
 @torch.no_grad()
 def evaluate(model: Model, split: str, most: int | None = None) -> np.ndarray:
     """Return the MSE (runs,) of a split, or of its first sequences, in standardised target units."""
-    count, piece, errors = len(model.data[0].targets[split][:most]), model.config.probe_sequences, []
-    for start in range(0, count, piece):
-        tokens, targets = model.batch(split, [slice(start, min(start + piece, count))] * len(model.runs))
+    count, errors = len(model.data[0].targets[split][:most]), []
+    for start in range(0, count, PIECE):
+        tokens, targets = model.batch(split, [slice(start, min(start + PIECE, count))] * len(model.runs))
         errors.append((model(tokens) - targets).square())
     return torch.cat(errors, 1).mean((1, 2)).double().numpy()
 
@@ -880,22 +805,15 @@ class Record:
     parameters: int
 
 
-def finite_or_none(value: float) -> float | None:
-    """Return the number, or None where it is NaN or infinite: neither may enter a statistic."""
-    return float(value) if math.isfinite(value) else None
-
-
 def records(training: Training) -> list[Record]:
     """Score finished runs.  A run whose loss or score was ever not finite has diverged."""
     scores = np.array([evaluate(training.model, split) for split in ("test", "val")])
     scores[:, ~(training.finite.numpy() & np.isfinite(scores[0]))] = np.nan
-    rows = zip(*scores, training.states(), training.model.parameters, strict=True)
-    return [Record(finite_or_none(test), finite_or_none(val), *rest) for test, val, *rest in rows]
+    printed = np.where(np.isfinite(scores), scores, None).tolist()
+    return [Record(*row) for row in zip(*printed, training.states(), training.model.parameters, strict=True)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 7. Sweep and pairs
-# ---------------------------------------------------------------------------------------------------------------------
+# 7. Sweep and pairs ---------------------------------------------------------------------------------------------------
 
 Row = tuple[float, tuple[float, ...] | None]  # a configuration: learning rate, and step sizes or None
 ARMS = ("baseline", "idea", "placebo")
@@ -994,9 +912,7 @@ def benchmark(config: Config, backend: Any, placebo: bool = True) -> dict[str, A
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 8. Statistics
-# ---------------------------------------------------------------------------------------------------------------------
+# 8. Statistics --------------------------------------------------------------------------------------------------------
 
 DIGITS = 10  # of a printed score: the unit of all sums is 1e-10
 
@@ -1011,27 +927,16 @@ def units(value: float, digits: int = DIGITS) -> int:
     return int(Decimal(repr(value)).scaleb(digits))
 
 
-def from_units(total: Any, digits: int = DIGITS) -> float:
-    """Return an exact number of units as it is printed: rounded to the nearest, halves to even."""
-    return round(total) / 10**digits
-
-
 def mean_of(printed: Sequence[float | None], digits: int = DIGITS) -> float | None:
-    """Return the exact mean of printed numbers, as printed; None where one is missing."""
+    """Return the exact mean of printed numbers, rounded to the nearest, halves to even; None where one is missing."""
     if None in printed:
         return None
-    return from_units(Fraction(sum(units(value, digits) for value in printed), len(printed)), digits)
-
-
-def deviation(numbers: Sequence[int], ddof: int) -> Decimal:
-    """Return the standard deviation of whole numbers, which may be of any size."""
-    n, total = len(numbers), sum(numbers)
-    return (Decimal(n * sum(x * x for x in numbers) - total * total) / (n * (n - ddof))).sqrt()
+    return round(Fraction(sum(units(value, digits) for value in printed), len(printed))) / 10**digits
 
 
 def std_of(printed: Sequence[float | None]) -> float | None:
     """Return the population standard deviation of printed numbers, as printed; None where one is missing."""
-    return None if None in printed else from_units(deviation([units(value) for value in printed], 0))
+    return None if None in printed else round(statistics.pstdev(map(Decimal, map(units, printed)))) / 10**DIGITS
 
 
 def integers(values: Any, bound: int) -> np.ndarray:
@@ -1055,14 +960,13 @@ class Pairs:
     first: Sequence[float | None]
     second: Sequence[float | None]
     config: Config
-    digits: int = DIGITS
 
     @functools.cached_property
     def d(self) -> list[int] | None:
         """The differences in units of the last printed digit."""
         if None in (*self.first, *self.second):
             return None
-        return [units(b, self.digits) - units(a, self.digits) for a, b in zip(self.first, self.second, strict=True)]
+        return [units(b) - units(a) for a, b in zip(self.first, self.second, strict=True)]
 
     @property
     def wins(self) -> int:
@@ -1072,18 +976,13 @@ class Pairs:
     @statistic
     def delta_mean(self) -> float:
         """The mean difference."""
-        return from_units(Fraction(sum(self.d), len(self.d)), self.digits)
+        return round(Fraction(sum(self.d), len(self.d))) / 10**DIGITS
 
     @statistic
     def p_value(self) -> float:
-        """Two-sided p by sampled sign flips (of default_rng(0), in blocks of bounded memory): the share whose sum is at
-        least as far from 0 as the observed one."""
-        d, rng, flips = integers(self.d, sum(map(abs, self.d))), np.random.default_rng(0), self.config.flips
-        hits, block = 0, max(1, 4_000_000 // len(d))
-        for start in range(0, flips, block):
-            signs = rng.choice([-1, 1], size=(min(block, flips - start), len(d)))
-            hits += int((abs(signs @ d) >= abs(sum(self.d))).sum())
-        return hits / flips
+        """Two-sided p by sampled sign flips: the share whose sum is at least as far from 0 as the observed one."""
+        signs = np.random.default_rng(0).choice([-1, 1], size=(self.config.flips, len(self.d)))
+        return float(np.mean(abs(signs @ integers(self.d, sum(map(abs, self.d)))) >= abs(sum(self.d))))
 
     @statistic
     def p_exact(self) -> float | None:
@@ -1124,10 +1023,8 @@ class Pairs:
             return None
         sizes = masks.sum(axis=1)
         common = math.lcm(*map(int, set(sizes)))  # a mean is sum / size; times this, a whole number
-        bound = sum(map(abs, self.d)) * common
-        sums, scale = integers(masks, bound) @ integers(self.d, bound), integers(common // sizes.astype(object), bound)
-        means = np.sort(sums * scale)
-        return [from_units(Fraction(int(end), common), self.digits) for end in (means[k - 1], means[-k])]
+        means = np.sort(masks.astype(object) @ self.d * (common // sizes.astype(object)))  # Python's integers: exact
+        return [round(Fraction(end, common)) / 10**DIGITS for end in (means[k - 1], means[-k])]
 
     @property
     def coverage(self) -> float | None:
@@ -1138,7 +1035,7 @@ class Pairs:
     @statistic
     def spread(self) -> Decimal | None:
         """The standard deviation of the differences (ddof 1), in units; None for one pair, or where all are equal."""
-        return None if len(set(self.d)) == 1 else deviation(self.d, 1)
+        return None if len(set(self.d)) == 1 else statistics.stdev(map(Decimal, self.d))
 
     @property
     def effect_size(self) -> float | None:
@@ -1158,7 +1055,7 @@ class Pairs:
         z = np.random.default_rng(0).standard_normal((self.config.power_samples, len(self.d)))
         needed = [-np.partition(weights @ study, k - 1)[k - 1] for study in z]
         shift = float(np.percentile(needed, 100 * self.config.power))
-        return rounded(shift * float(self.spread.scaleb(-self.digits)))
+        return rounded(shift * float(self.spread.scaleb(-DIGITS)))
 
     @property
     def reason_for_null(self) -> str | None:
@@ -1178,24 +1075,15 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     """Holm's step-down correction for several tests; None where any p is missing."""
     if None in p_values:
         return [None] * len(p_values)
-    corrected, largest = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(np.argsort(p_values, kind="stable")):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        corrected[index] = largest
+    order, corrected = np.argsort(p_values, kind="stable"), np.array(p_values, dtype=float)
+    corrected[order] = np.maximum.accumulate(np.minimum(1.0, np.arange(len(order), 0, -1) * corrected[order]))
     return [rounded(p) for p in corrected]
 
 
-FLOOR_NAMES = {
-    "predict_mean": "predicting the training mean",
-    "repeat_last": "repeating the last value",
-    "linear": "a linear least-squares fit of the tokens",
-}
-
-
-def floors(data: Dataset) -> dict[str, float | None]:
+def floors(data: Dataset) -> dict[str, float]:
     """Return the test MSEs, in standardised target units, of what needs no network.
 
-    predict_mean: the training mean; repeat_last: channel 0 of the last token as the prediction, None for several
+    predict_mean: the training mean; repeat_last: channel 0 of the last token as the prediction, NaN for several
     targets; linear: least squares of the target on the standardised tokens and a one, fitted on the training split.
     """
     design = {}
@@ -1204,11 +1092,9 @@ def floors(data: Dataset) -> dict[str, float | None]:
         design[split] = np.column_stack([tokens.reshape(len(tokens), -1), np.ones(len(tokens))])
     truth = {split: data.target_scale.apply(data.raw[split][1]) for split in design}
     fit = np.linalg.lstsq(design["train"], truth["train"], rcond=1e-7)[0]
-    last = data.target_scale.apply(data.raw["test"][0][:, -1, :1]) if truth["test"].shape[1] == 1 else None
-    guesses = dict(zip(FLOOR_NAMES, (0.0, last, design["test"] @ fit), strict=True))
-    return {
-        n: None if guess is None else float(np.square(guess - truth["test"]).mean()) for n, guess in guesses.items()
-    }
+    last = data.target_scale.apply(data.raw["test"][0][:, -1, :1]) if truth["test"].shape[1] == 1 else math.nan
+    guesses = {"predict_mean": 0.0, "repeat_last": last, "linear": design["test"] @ fit}
+    return {name: float(np.square(guess - truth["test"]).mean()) for name, guess in guesses.items()}
 
 
 def verdict(pairs: Pairs, seeds: Sequence[int], predict_mean: float | None = None) -> str:
@@ -1218,8 +1104,9 @@ def verdict(pairs: Pairs, seeds: Sequence[int], predict_mean: float | None = Non
     """
     lost = []
     for name, scores in (("baseline", pairs.first), ("idea", pairs.second)):
-        diverged = [str(seed) for seed, score in zip(seeds, scores, strict=True) if score is None]
-        lost += [f"{name} diverged at seed {', '.join(diverged)}"] if diverged else []
+        if None in scores:
+            diverged = [str(seed) for seed, score in zip(seeds, scores, strict=True) if score is None]
+            lost.append(f"{name} diverged at seed {', '.join(diverged)}")
     if lost:
         return f"not judged: {'; '.join(lost)}"
     if predict_mean is not None and min(mean_of(pairs.first), mean_of(pairs.second)) > predict_mean:
@@ -1231,33 +1118,35 @@ def verdict(pairs: Pairs, seeds: Sequence[int], predict_mean: float | None = Non
     return f"idea {'worse' if sum(pairs.d) > 0 else 'better'} (significant)"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 9. Mechanism and closed loop
-# ---------------------------------------------------------------------------------------------------------------------
+# 9. Mechanism and closed loop -----------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def kinetic_signature(layer: KineticLayer, tokens: Tensor) -> tuple[float, float]:
+def kinetic_signature(layer: KineticLayer, tokens: Tensor) -> dict[str, float]:
     """Measure attenuation a(3) / a(0) and displacement of a layer, its gates frozen at their values on tokens.
 
     tokens (sequences, token, channel).  Attenuation is that of the kinetic branch W_m (g * K(e)) for cosine waves e in
     each channel, by power; displacement is that of a unit impulse in channel 0 at token T // 2 through the whole layer,
-    in channels.  NaN where T < 6 (attenuation) or C < 3 (displacement).
+    in channels and modulo their number.  NaN where T < 6 (attenuation) or C < 3 (displacement).
     """
     gate = torch.sigmoid(layer.gate(tokens)).double().numpy()  # (sequence, token, channel)
     mix, transport, diffusion = (m.double().numpy() for m in (layer.mix.weight, layer.transport, layer.diffusion))
-    length, channels = tokens.shape[1:]
+    (length, channels), mode = tokens.shape[1:], layer.mode
+    waves, analyses = waves_and_analyses(length, layer.angles)
 
     def power(k: int) -> float:
-        wave, analysis = wave_and_analysis(k, length, layer.angles)
-        moved = (diffusion @ wave)[:, None, None] * transport  # K(e): token, channel, the wave's channel
-        coefficient = mix @ np.einsum("nxe,xec,x->nec", gate, moved, analysis, optimize=True)
-        return float(np.square(np.abs(coefficient)).mean(0).sum() / np.abs(wave @ analysis) ** 2)
+        moved = (diffusion @ waves[k])[:, None, None] * transport  # K(e): token, channel, the wave's channel
+        coefficient = mix @ np.einsum("nxe,xec,x->nec", gate, moved, analyses[k], optimize=True)
+        return float(np.square(np.abs(coefficient)).mean(0).sum() / np.abs(waves[k] @ analyses[k]) ** 2)
 
-    attenuation = math.sqrt(power(layer.mode) / power(0)) if length >= 2 * layer.mode else math.nan
     x, impulse, g = length // 2, np.eye(channels)[0], gate[:, length // 2].mean(0)
     response = mix @ ((1 - g) * impulse + g * (diffusion[x, x] * transport[x] @ impulse))
-    return attenuation, displacement(response) if channels >= 3 else math.nan
+    return {
+        "predicted_fourier_attenuation": math.exp(-layer.h * mode**2),
+        "observed_fourier_attenuation": math.sqrt(power(mode) / power(0)) if length >= 2 * mode else math.nan,
+        "predicted_transport_displacement": layer.h * x,
+        "observed_transport_displacement": displacement(response) if channels >= 3 else math.nan,
+    }
 
 
 def displacement(response: np.ndarray) -> Any:
@@ -1281,9 +1170,9 @@ def isolated_mechanism(config: Config, h: float, shape: tuple[int, ...]) -> dict
         layer = KineticLayer(channels, length, h)
     for angles in clocks if clocks[0] is not None else clocks[:1]:
         layer.place(angles)
-        waves, analyses = zip(*(wave_and_analysis(int(k), length, angles) for k in modes), strict=True)
-        moved = layer.operator(torch.tensor(np.array(waves))[:, :, None].expand(-1, -1, channels)).mean(2).numpy()
-        found.append([abs(out @ a / (wave @ a)) for out, wave, a in zip(moved, waves, analyses, strict=True)])
+        waves, analyses = waves_and_analyses(length, angles)
+        moved = layer.operator(torch.from_numpy(waves)[:, :, None].expand(-1, -1, channels)).mean(2).numpy()
+        found.append(np.abs((moved * analyses).sum(1) / (waves * analyses).sum(1)))
     predicted, low = np.exp(-h * modes.astype(float) ** 2), slice(0, 9)
     error = float(np.max(np.abs(found - predicted)[:, low] / np.maximum(predicted, 1e-6)[low]))
     block = {
@@ -1292,29 +1181,29 @@ def isolated_mechanism(config: Config, h: float, shape: tuple[int, ...]) -> dict
         "attenuation_max_relative_error": rounded(error, 7),
         "attenuation_confirmed": error <= config.operator_tolerance,
     }
+    told: tuple[Any, ...] = (None, None, None, None)
+    if channels >= 3 and h < channels / 2:
+        x, impulses = np.arange(length), layer.diffusion.diagonal()[:, None] * layer.transport[:, :, 0]
+        distance = np.unwrap(displacement(impulses.numpy()), period=channels)
+        slope, worst = float(distance @ x / (x @ x)), float(np.abs(distance - h * x).max())
+        close = abs(slope - h) <= config.operator_tolerance * h + 1e-12 and worst <= config.operator_tolerance
+        told = [rounded(value, 7) for value in distance], rounded(slope, 7), rounded(worst, 7), close
     names = ("displacement", "displacement_slope", "displacement_max_error", "transport_confirmed")
-    if channels < 3 or h >= channels / 2:
-        return block | dict.fromkeys(names)
-    x, impulses = np.arange(length), layer.diffusion.diagonal()[:, None] * layer.transport[:, :, 0]
-    distance = np.unwrap(displacement(impulses.numpy()), period=channels)
-    slope, worst = float(distance @ x / (x @ x)), float(np.abs(distance - h * x).max())
-    close = abs(slope - h) <= config.operator_tolerance * h + 1e-12 and worst <= config.operator_tolerance
-    told = [rounded(value, 7) for value in distance], rounded(slope, 7), rounded(worst, 7), close
     return block | dict(zip(names, told, strict=True))
 
 
-def signature(model: Model) -> list[dict[str, float | None]]:
+def signature(model: Model) -> list[dict[str, float]]:
     """Return what each run's first layer says of itself on its first test sequences; nothing where it has no say."""
     tokens, _ = model.batch("test", [slice(0, model.config.probe_sequences)] * len(model.runs))
     found = []
     for batch, layers in zip(tokens, model.layers, strict=True):
         said = layers[0].signature(batch) if hasattr(layers[0], "signature") else {}
-        found.append({name: finite_or_none(float(value)) for name, value in said.items()})
+        found.append({name: float(value) for name, value in said.items()})
     return found
 
 
 @torch.no_grad()
-def rollout(model: Model) -> list[dict[str, list[float | None]]]:
+def rollout(model: Model) -> list[dict[str, np.ndarray]]:
     """Predict in closed loop: each prediction becomes the next position, its velocity the backward difference.
 
     Returns by run the RMSEs over the first test trajectories at each horizon, in units of the training targets' std:
@@ -1335,31 +1224,29 @@ def rollout(model: Model) -> list[dict[str, list[float | None]]]:
         predicted = model(window).double().numpy()
         recent = slice(first + step - back, first + step + 1)
         for i, (data, path) in enumerate(zip(model.data, paths, strict=True)):
-            history[i] = np.column_stack([history[i][:, -back:], data.target_scale.invert(predicted[i])])
+            history[i] = np.column_stack([history[i][:, 1:], data.target_scale.invert(predicted[i])])
             guesses[i]["rollout"][:, step] = history[i][:, -1]
             token = data.token_scale.apply(path.encode(history[i], recent))
             window[i] = torch.cat([window[i][:, 1:], torch.from_numpy(token).to(window[i].dtype)], 1)
     model.place(0)
     columns, found = np.array(config.horizons) - 1, []
     for truth, own, data in zip(truths, guesses, model.data, strict=True):
-        errors = {name: np.square(guess - truth).mean(0) ** 0.5 / data.target_scale.std for name, guess in own.items()}
-        found.append({name: [finite_or_none(error[c]) for c in columns] for name, error in errors.items()})
+        rmse = {name: np.sqrt(np.square(guess - truth).mean(0)) for name, guess in own.items()}
+        found.append({name: error[columns] / data.target_scale.std for name, error in rmse.items()})
     return found
 
 
-def knockout(model: Model) -> list[float | None]:
+def knockout(model: Model) -> list[float]:
     """Return the test MSE of each trained idea with h set to 0: the same weights, the identity for the operator."""
     without = Model(model.config, [dataclasses.replace(run, h=(0.0,) * len(run.h)) for run in model.runs])
     shapes = [[[p.shape for layer in own for p in layer.parameters()] for own in m.layers] for m in (model, without)]
     if shapes[0] != shapes[1]:  # another layer's weights would mean nothing
-        return [None] * len(model.runs)
+        return [math.nan] * len(model.runs)
     without.flat.data.copy_(model.flat)
-    return [finite_or_none(score) for score in evaluate(without, "test")]
+    return evaluate(without, "test").tolist()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 10. Cores and hosts
-# ---------------------------------------------------------------------------------------------------------------------
+# 10. Cores and hosts --------------------------------------------------------------------------------------------------
 
 PARTS: set[Path] = set()  # files that are being written
 GROUP = 16  # runs trained side by side: fewer waste time on dispatch, more gain nothing
@@ -1372,9 +1259,28 @@ Group = Sequence[tuple[Run, State | None]]  # runs that train together, and wher
 Over = Callable[[Callable[..., Any], Sequence[Group]], Iterator[dict[Run, Any]]]  # (task, groups): a task's results
 
 
+class UsageError(Exception):
+    """The user's options or files are wrong: one line, exit status 2, nothing trained."""
+
+
+class RunError(Exception):
+    """A run could not go on: one line, exit status 1."""
+
+
 def sha256(*files: str) -> str:
-    """Return the hash of files' bytes."""
     return hashlib.sha256(b"\0".join(Path(file).read_bytes() for file in files)).hexdigest()
+
+
+def digest(data: Dataset, *splits: str) -> str:
+    """Return a hash of the raw bytes of splits."""
+    arrays = itertools.chain(*(data.raw[split] for split in splits))
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+
+
+def share_in_train(data: Dataset, split: str) -> float:
+    """Return which share of a split's sequences stand in the training split too."""
+    known = {sequence.tobytes() for sequence in data.raw["train"][0]}
+    return float(np.mean([sequence.tobytes() in known for sequence in data.raw[split][0]]))
 
 
 @contextlib.contextmanager
@@ -1456,7 +1362,7 @@ def train_runs(config: Config, store: Store, group: Group, tick: Callable[[int],
     """Train a group to its last epoch and score it; saved now and then, and told to `tick` by epochs of runs."""
     runs, states = zip(*group, strict=True)
     for seed in {run.seed for run in runs} & set(store.data):  # hash(), for instance, answers otherwise elsewhere
-        if build_dataset(config, seed).digest(*SPLITS) != store.data[seed]:
+        if digest(build_dataset(config, seed), *SPLITS) != store.data[seed]:
             raise RunError(f"{config.track}: make({seed}, ...) differs in another process: seed its randomness")
     with computing(config):
         training, saved = Training(Model(config, runs), states if states[0] else None), time.monotonic()
@@ -1478,9 +1384,9 @@ def probe_runs(config: Config, group: Group, tick: Callable[[int], None]) -> dic
         found = rollout(model)
         if runs[0].h is None:
             for row, data in zip(found, model.data, strict=True):
-                row |= {"floors": floors(data), "shape": data.shape, "test_digest": data.digest("test")}
+                row |= {"floors": floors(data), "shape": data.shape, "test_digest": digest(data, "test")}
                 row |= {"sequences": {split: len(data.raw[split][0]) for split in SPLITS}}
-                row["test_in_train"] = data.share_in_train("test")
+                row["test_in_train"] = share_in_train(data, "test")
         else:
             parts = zip(signature(model), signature(Model(config, runs)), knockout(model), strict=True)
             for row, own in zip(found, parts, strict=True):
@@ -1564,7 +1470,6 @@ def start_worker(counters: Any, index: int) -> None:
 
 
 def work(task: Callable[..., Any], group: Group) -> dict[Run, Any]:
-    """Do a group in a worker."""
     return task(group, work.tick)
 
 
@@ -1632,23 +1537,22 @@ class Ranks:
 
     @contextlib.contextmanager
     def working(self, progress: Progress) -> Iterator[Over]:
-        """Do the groups in rounds, one a rank, in this process."""
+        """Do this rank's share of the groups in this process, then tell each other the results."""
 
         def over(task: Callable[..., Any], groups: Sequence[Group]) -> Iterator[dict[Run, Any]]:
-            for start in range(0, len(groups), self.size):
-                result: dict[Run, Any] | str = {}
-                try:
-                    for group in groups[start + self.rank : start + self.rank + 1]:
-                        with failure_named(group):
-                            result = task(group, lambda count: progress.tick(count * self.size))
-                except (UsageError, RunError) as error:  # the others wait for this rank: tell them, then fail together
-                    if not self.torchrun:
-                        raise
-                    result = f"rank {self.rank}: {error}"
-                for found in self.gather(result):
-                    if isinstance(found, str):
-                        raise RunError(found)
-                    yield found
+            result: Any = {}
+            try:
+                for group in groups[self.rank :: self.size]:
+                    with failure_named(group):
+                        result |= task(group, lambda count: progress.tick(count * self.size))
+            except (UsageError, RunError) as error:  # the others wait for this rank: tell them, then fail together
+                if not self.torchrun:
+                    raise
+                result = f"rank {self.rank}: {error}"
+            for found in self.gather(result):
+                if isinstance(found, str):
+                    raise RunError(found)
+                yield found
 
         yield over
         if self.torchrun:  # after a failure the peers may be gone: torchrun ends the rest
@@ -1682,7 +1586,6 @@ class Execution:
         return self.records
 
     def probe(self, found: Mapping[Run, Record]) -> dict[Run, dict[str, Any]]:
-        """Return what is measured of finished runs."""
         groups = plan([(run, record.state) for run, record in found.items()], self.jobs)
         results = self.over(functools.partial(probe_runs, self.config), groups)
         return {run: probed for result in results for run, probed in result.items()}
@@ -1701,9 +1604,7 @@ def available_cpus() -> int:
     return cpus
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 11. Report and diff
-# ---------------------------------------------------------------------------------------------------------------------
+# 11. Report and diff --------------------------------------------------------------------------------------------------
 
 REPORT, OUTPUT, STORE = "bench_report.json", "stage2_output.txt", ".stage2_runs"
 # The classes of a report's fields, by a name on their way.  Measured: numbers from training, compared within --rtol.
@@ -1727,10 +1628,11 @@ DERIVED = {
 
 def best_config(sweep: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the configuration of the row that wins a printed sweep, by the rule of `best_row`."""
-    grid = [(row["cfg"]["lr"], row["cfg"]["h"]) for row in sweep]
-    ordered = [(lr, tuple(h) if isinstance(h, list) else (h,)) for lr, h in grid]
-    best = best_row(ordered, [math.inf if row["mean"] is None else row["mean"] for row in sweep])
-    return dict(zip(("lr", "h"), grid[ordered.index(best)], strict=True))
+
+    def order(row: Mapping[str, Any]) -> tuple[float, float, list[float]]:
+        return math.inf if row["mean"] is None else row["mean"], row["cfg"]["lr"], np.ravel(row["cfg"]["h"]).tolist()
+
+    return dict(min(sweep, key=order)["cfg"])
 
 
 def relative_error(observed: float | None, predicted: float | None) -> float | None:
@@ -1842,7 +1744,7 @@ def derive_extensions(report: Mapping[str, Any], arms: Mapping[str, tuple[list[A
     for row in extra["rollout"] or ():
         scores = [row["per_seed"][name] for name in ARMS[:2]]
         row |= {name: mean_of(own, 7) for name, own in zip(ARMS, scores, strict=False)}
-        row["p_exact"] = Pairs(*scores, config, digits=7).p_exact
+        row["p_exact"] = Pairs(*scores, config).p_exact
     for row, p in zip(extra["rollout"] or (), holm([row["p_exact"] for row in extra["rollout"] or ()]), strict=True):
         row["p_holm"] = p
 
@@ -1852,14 +1754,11 @@ def file_name(path: str) -> str:
     return os.fsencode(Path(path).name).decode("utf-8", "backslashreplace")
 
 
-def seed_means(dicts: Sequence[Mapping[str, float | None]], kind: str = "") -> dict[str, float | None] | None:
+def seed_means(dicts: Sequence[Mapping[str, float]], kind: str = "") -> dict[str, float | None] | None:
     """Return the means over the seeds of a signature's numbers of a kind, as printed; None where a seed lacks one, or
     for all, where there are none."""
-    found: dict[str, float | None] = {}
-    for name in dict.fromkeys(name for one in dicts for name in one if name.startswith(kind)):
-        values = [one.get(name) for one in dicts]
-        found[name] = None if None in values else rounded(float(np.mean(values)), 7)
-    return found or None
+    names = dict.fromkeys(name for one in dicts for name in one if name.startswith(kind))
+    return {name: rounded(np.mean([one.get(name, math.nan) for one in dicts]), 7) for name in names} or None
 
 
 def build_report(config: Config, arms: Mapping[str, Arm], reason: str | None) -> dict[str, Any]:
@@ -2092,9 +1991,9 @@ def conclusions(theirs: Side, ours: Side) -> list[tuple[str, str, str, str]]:
     """Return (conclusion, theirs, ours, status) of what the reports conclude, each rebuilt from its own scores."""
     rows = []
     for name, path in CONCLUSIONS.items():
-        texts, wrong = [], False
+        texts, wrong, inside = [], False, re.compile(re.escape(path) + r"($|[.\[])")
         for side in (theirs, ours):
-            keys = [key for key in side.rebuilt | side.leaves if re.match(re.escape(path) + r"($|[.\[])", key)]
+            keys = [key for key in side.rebuilt | side.leaves if inside.match(key)]
             parts = [f"{key[len(path) + 1 :]} {show(side.rebuilt.get(key))}".strip() for key in keys]
             texts.append(", ".join(parts) or "-")
             wrong = wrong or any(map(side.unfounded, keys))
@@ -2133,10 +2032,13 @@ def diff_lines(theirs: Side, ours: Side, rows: Sequence[tuple[str, Any, Any, str
     return [*lines, *([*table(cells), ""] if len(cells) > 1 else []), f"{len(rows)} fields: {', '.join(counts)}"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 12. Log and figure
-# ---------------------------------------------------------------------------------------------------------------------
+# 12. Log and figure ---------------------------------------------------------------------------------------------------
 
+FLOOR_NAMES = {
+    "predict_mean": "predicting the training mean",
+    "repeat_last": "repeating the last value",
+    "linear": "a linear least-squares fit of the tokens",
+}
 BAR = 12  # characters of the longest bar
 
 
@@ -2416,7 +2318,6 @@ def build_answer(config: Config, report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def versions() -> str:
-    """Return the versions of Python and the libraries."""
     libraries = ", ".join(f"{module.__name__} {module.__version__}" for module in (torch, np, scipy))
     return f"Python {platform.python_version()}, {libraries}"
 
@@ -2460,7 +2361,6 @@ def draw_panel(
 
 
 def draw_panels(axes: Sequence[Any], report: Mapping[str, Any]) -> None:
-    """Draw the six panels."""
     extra, mse, lines = report["extensions"], "test MSE (target variance = 1)", []
     for name, (sweep, _) in arms_of(report).items():
         for i, h in enumerate(dict.fromkeys(json.dumps(row["cfg"]["h"]) for row in sweep)):
@@ -2527,9 +2427,7 @@ def draw(config: Config, report: Mapping[str, Any], path: Path) -> None:
         raise RunError(f"--plot {show(str(path))}: {one_line(error)[:200]}; the report is complete") from None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 13. Users' files and command line
-# ---------------------------------------------------------------------------------------------------------------------
+# 13. Users' files and command line ------------------------------------------------------------------------------------
 
 LARGEST_VALUE = 1e100  # of custom data; the square of a larger one may overflow
 FEW_VALUES = 20  # whole-numbered targets with fewer distinct values look like classes
@@ -2614,7 +2512,6 @@ custom_split = functools.cache(call_make)  # a user's make is called once for a 
 
 
 def split_idea(idea: str) -> tuple[str, str]:
-    """Cut "path.py:Class" into path and class."""
     path, _, name = idea.rpartition(":")
     return path, name
 
@@ -2650,10 +2547,10 @@ def check_track(config: Config) -> dict[int, str]:
     values = np.unique(custom_split(track, config.seeds[0], "train")[1])
     if len(values) < FEW_VALUES and (values == values.round()).all():
         complain(f"note: {track}: the targets have {len(values)} whole values; this is regression")
-    shared = max(build_dataset(config, seed).share_in_train("val") for seed in config.seeds)
+    shared = max(share_in_train(build_dataset(config, seed), "val") for seed in config.seeds)
     if shared:
         complain(f"warning: {track}: {100 * shared:.3g} % of the validation sequences stand in the training split")
-    return {seed: build_dataset(config, seed).digest(*SPLITS) for seed in config.seeds}
+    return {seed: digest(build_dataset(config, seed), *SPLITS) for seed in config.seeds}
 
 
 def check_idea(config: Config) -> str | None:
@@ -2831,11 +2728,9 @@ class Parser(argparse.ArgumentParser):
     """argparse with errors of one line, and a help that survives `| head`."""
 
     def error(self, message: str) -> Any:
-        """Raise UsageError instead of printing the usage and leaving."""
         raise UsageError(f"{message} (--help lists the options)")
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help."""
         emit(self.format_help())
 
 
@@ -3039,7 +2934,6 @@ def benchmark_command(options: argparse.Namespace) -> int:
 
 
 def output_folder(options: argparse.Namespace) -> Path:
-    """Return --out-dir, or its default."""
     return options.out_dir or Path("stage2_smoke" if options.smoke else ".")
 
 

@@ -781,10 +781,10 @@ def remembered(monkeypatch):
     """Let equal pairs be tested once only: thousands of diffs ask for the same p-values."""
     plain, known = bench.Pairs, {}
 
-    def pairs(first, second, config, digits=10):
-        key = tuple(first), tuple(second), config, digits
+    def pairs(first, second, config):
+        key = tuple(first), tuple(second), config
         if key not in known:
-            known[key] = plain(first, second, config, digits)
+            known[key] = plain(first, second, config)
         return known[key]
 
     monkeypatch.setattr(bench, "Pairs", pairs)

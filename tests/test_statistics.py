@@ -116,9 +116,9 @@ def test_reference_means_and_stds_are_reproduced(scores, block):
 
 
 def test_differences_are_whole_numbers_of_the_last_digit():
-    """The rounding of 0.6083869818 - 0.6083869816 is not in its difference, 2 units; RMSEs have units of 1e-7."""
+    """The rounding of 0.6083869818 - 0.6083869816 is not in its difference, 2 units."""
     assert bench.Pairs([0.6083869816, 1e-10, 3.0], [0.6083869818, 0.0, 1e40], CONFIG).d == [2, -1, 10**50 - 3 * 10**10]
-    assert bench.Pairs([0.1000001, 2.0], [0.1, 2.0000003], CONFIG, digits=7).d == [-1, 3]
+    assert bench.Pairs([0.1000001, 2.0], [0.1, 2.0000003], CONFIG).d == [-1000, 3000]
 
 
 @pytest.mark.parametrize(
@@ -375,13 +375,13 @@ def test_an_empty_sampled_subset_is_the_whole():
     assert means[5499] == 133
 
 
-def test_rmse_pairs_have_units_of_their_own():
-    """Numbers printed to 7 digits: the same statistics as of 10 digits, a thousand times larger."""
+def test_scale_of_the_differences_changes_no_probability():
+    """Numbers printed to 7 digits, such as RMSEs: p and effect size of those of smaller ones."""
     d = [7, -2, 9, 4, 3, 8, 1]
-    small, large = pairs_of(d), bench.Pairs([0.0] * 7, [x / 10**7 for x in d], CONFIG, digits=7)
-    assert large.p_exact == small.p_exact and large.effect_size == small.effect_size
-    assert large.delta_mean == round(sum(d) / 7) / 10**7
-    assert large.interval == [round(end * 1e10) / 10**7 for end in small.interval]
+    small, large = pairs_of(d), bench.Pairs([0.0] * 7, [x / 10**7 for x in d], CONFIG)
+    assert (large.p_exact, large.p_value, large.effect_size) == (small.p_exact, small.p_value, small.effect_size)
+    assert large.delta_mean == round(1000 * sum(d) / 7) / 10**10
+    assert large.interval == pytest.approx([1000 * end for end in small.interval], abs=1e-7)
     assert large.detectable == pytest.approx(1000 * small.detectable, abs=1e-7)
 
 
