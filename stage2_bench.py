@@ -48,6 +48,7 @@ if __name__ == "__main__" and hasattr(signal, "sigwait"):  # before any library 
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 import argparse
+import collections
 import concurrent.futures.process
 import contextlib
 import copy
@@ -1251,12 +1252,9 @@ def knockout(model: Model) -> list[float]:
 PARTS: set[Path] = set()  # files that are being written
 GROUP = 16  # runs trained side by side: fewer waste time on dispatch, more gain nothing
 SAVE_EVERY = 3.0  # seconds of training that a kill may cost
+INTERVAL = 3.0  # seconds between two lines of progress
 RENDEZVOUS = 45.0  # seconds that a rank waits for the others to start
-KEY_FIELDS = (  # what a training's numbers depend on, beside data, layer, seed, rate and the script itself
-    *("hidden", "batch", "dtype", "length", "sizes", "rollout_steps", "betas", "epsilon", "clip", "probe_sequences"),
-)  # fmt: skip
 Group = Sequence[tuple[Run, State | None]]  # runs that train together, and where they stand
-Over = Callable[[Callable[..., Any], Sequence[Group]], Iterator[dict[Run, Any]]]  # (task, groups): a task's results
 
 
 class UsageError(Exception):
@@ -1272,13 +1270,10 @@ def sha256(*files: str) -> str:
 
 
 def digest(data: Dataset, *splits: str) -> str:
-    """Return a hash of the raw bytes of splits."""
-    arrays = itertools.chain(*(data.raw[split] for split in splits))
-    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+    return hashlib.sha256(b"".join(array.tobytes() for split in splits for array in data.raw[split])).hexdigest()
 
 
 def share_in_train(data: Dataset, split: str) -> float:
-    """Return which share of a split's sequences stand in the training split too."""
     known = {sequence.tobytes() for sequence in data.raw["train"][0]}
     return float(np.mean([sequence.tobytes() in known for sequence in data.raw[split][0]]))
 
@@ -1299,42 +1294,38 @@ def new_file(path: Path) -> Iterator[Any]:
 
 class Store:
     """Trainings on disk: one .npz for a run, named by a key of all that its numbers depend on, and the epoch reached.
-
     The number of epochs asked for is not part of the key, and a raw run's does not name the idea.  zip has the
-    checksum, the rename the atomicity.  `data` holds the digest of a custom track's data by seed.
-    """
+    checksum, the rename the atomicity.  `data` holds the digest of a custom track's data by seed."""
 
     def __init__(self, config: Config, folder: Path, resume: bool, data: Mapping[int, str]) -> None:
         self.folder, self.resume, self.data, self.epochs, self.rotten = folder / STORE, resume, data, config.epochs, 0
         self.must_write = True  # but for a rank on a host that does not share the first one's folder
-        track, (path, name) = config.track, split_idea(config.idea)
+        track, (path, name) = config.track, config.idea.rpartition(":")[::2]
         track = track if track in TRACKS else sha256(track, *load_file(track)[1])
         self.idea = config.idea if config.idea in LAYERS else f"{sha256(path, *load_file(path)[1])}:{name}"
+        fields = ("hidden", "batch", "dtype", "length", "sizes", "rollout_steps", "betas", "epsilon", "clip")
+        self.base = [getattr(config, name) for name in (*fields, "probe_sequences")]
         try:
-            script = inspect.getsource(sys.modules[__name__])
+            self.base += [versions(), inspect.getsource(sys.modules[__name__]), track]
         except (OSError, TypeError):
-            raise UsageError(
-                "the script can't read its own text, a part of a run's key: start it from a file"
-            ) from None
-        self.base = [{name: getattr(config, name) for name in KEY_FIELDS}, versions(), script, track]
+            text = "the script can't read its own text, a part of a run's key: start it from a file"
+            raise UsageError(text) from None
 
     def key(self, run: Run) -> str:
-        """Return the name of a run: a hash of what its numbers depend on."""
         parts = [self.base, self.data.get(run.seed), None if run.h is None else self.idea, run.seed, run.config]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
 
     def files(self, run: Run) -> dict[int, Path]:
         """Return {epoch reached: file} of a run."""
-        found = [(path.suffixes[0][1:], path) for path in self.folder.glob(f"{self.key(run)}.*.npz") if path.is_file()]
-        return {int(epoch): path for epoch, path in found if epoch.isdecimal()}
+        found = {path.suffixes[0][1:]: path for path in self.folder.glob(f"{self.key(run)}.*.npz") if path.is_file()}
+        return {int(epoch): path for epoch, path in found.items() if epoch.isdecimal()}
 
     def load(self, run: Run) -> State | None:
-        """Return the longest training on disk that goes no further than this command; with --resume alone.  What can't
-        be read counts as none, and in `rotten`."""
-        reached = sorted(self.files(run).items(), reverse=True) if self.resume else []
-        for epoch, path in [(epoch, path) for epoch, path in reached if epoch <= self.epochs]:
+        """Return the longest training on disk up to this command's epochs, if --resume; `rotten` counts bad files."""
+        reached = self.files(run) if self.resume else {}
+        for epoch in sorted((epoch for epoch in reached if epoch <= self.epochs), reverse=True):
             try:
-                with np.load(path, allow_pickle=False) as file:
+                with np.load(reached[epoch], allow_pickle=False) as file:
                     if str(file["key"]) != self.key(run):
                         raise ValueError("another run's, under this one's name")
                     curve = {int(epoch): score for epoch, score in file["curve"].reshape(-1, 2).tolist()}
@@ -1351,8 +1342,8 @@ class Store:
             earlier, key = self.files(run), self.key(run)
             with new_file(self.folder / f"{key}.{state.epoch}.npz") as file:
                 np.savez(file, key=key, curve=list(state.curve.items()), **arrays)
-            for path in (path for epoch, path in earlier.items() if epoch < state.epoch):
-                path.unlink(missing_ok=True)
+            for epoch in [epoch for epoch in earlier if epoch < state.epoch]:
+                earlier[epoch].unlink(missing_ok=True)
         except OSError as error:
             if self.must_write:
                 raise RunError(f"cannot write in {self.folder}: {error.strerror}; earlier results are whole") from None
@@ -1376,8 +1367,7 @@ def train_runs(config: Config, store: Store, group: Group, tick: Callable[[int],
 
 
 def probe_runs(config: Config, group: Group, tick: Callable[[int], None]) -> dict[Run, dict[str, Any]]:
-    """Measure finished runs: the closed loop, of a baseline the floors and facts of its data, of an idea its signature,
-    before training too, and its knockout."""
+    """Measure finished runs: closed loop, of a baseline floors and facts of data, of an idea signatures, knockout."""
     runs, states = zip(*group, strict=True)
     with computing(config):
         model = Training(Model(config, runs), states).model
@@ -1396,14 +1386,11 @@ def probe_runs(config: Config, group: Group, tick: Callable[[int], None]) -> dic
 
 def plan(group: Group, jobs: int) -> list[Group]:
     """Share runs out into groups that can train together, in the order of seeds, as many for each job as for another.
-
     Together trains what has the same number of layers and stands at the same epoch, at most GROUP runs.  Dealt like
-    cards, the groups of a seed come to the same job, which has its data already.
-    """
-    kinds: dict[Any, list[tuple[Run, State | None]]] = {}
+    cards, the groups of a seed come to the same job, which has its data already."""
+    kinds, groups = collections.defaultdict(list), []
     for run, state in sorted(group, key=lambda pair: (pair[0].seed, pair[0].h or (), pair[0].lr)):
-        kinds.setdefault((-len(run.h or ()), state.epoch if state else 0), []).append((run, state))
-    groups: list[Group] = []
+        kinds[-len(run.h or ()), state.epoch if state else 0].append((run, state))
     for _, members in sorted(kinds.items()):
         count = min(len(members), jobs * math.ceil(len(members) / (jobs * GROUP)))
         edges = [round(i * len(members) / count) for i in range(count + 1)]
@@ -1424,35 +1411,8 @@ def failure_named(group: Group) -> Iterator[None]:
         raise RunError(f"{what}; lost: {'; '.join(lost)}; --resume goes on from the rest") from error
 
 
-class Progress:
-    """Epochs of runs done, on stderr every few seconds, with the time left.  `out` None: silent."""
-
-    INTERVAL = 3.0  # seconds
-
-    def __init__(self, out: Any) -> None:
-        self.out, self.start, self.shown, self.done, self.left = out, time.monotonic(), -math.inf, 0, 0
-
-    def tick(self, count: int) -> None:
-        """Count epochs of runs, and say so if it is time."""
-        self.done, self.left, now = self.done + count, max(0, self.left - count), time.monotonic()
-        if self.out is None or now - self.shown < self.INTERVAL or not self.done + self.left:
-            return
-        self.shown, elapsed = now, round(now - self.start)
-        left = f", about {elapsed / self.done * self.left:.0f} s left" if self.done else ""
-        with contextlib.suppress(OSError, ValueError):
-            line = f"stage2_bench: {self.done} of {self.done + self.left} epochs of runs, {elapsed} s{left}"
-            print(line, file=self.out, flush=True)
-
-
-def block_signals() -> None:
-    """Let only `leave` see signals, as a script; processes and threads that start later inherit that."""
-    if __name__ == "__main__" and hasattr(signal, "sigwait"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-
-
 def start_worker(counters: Any, index: int) -> None:
-    """Prepare a worker process: one thread, Ctrl-C left to the parent, no life without the parent, and its own one of
-    the shared counters."""
+    """Prepare a worker: one thread, Ctrl-C left to the parent, no life without it, its own one of shared counters."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwait"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -1474,7 +1434,7 @@ def work(task: Callable[..., Any], group: Group) -> dict[Run, Any]:
 
 
 @contextlib.contextmanager
-def workers(progress: Progress, jobs: int, fork: bool) -> Iterator[Over]:
+def workers(progress: Any, jobs: int, fork: bool) -> Iterator[Callable[..., Any]]:
     """Deal the groups to single-process executors like cards.  Raises RunError if a worker dies, or can't start."""
     before, pools = set(multiprocessing.active_children()), []
 
@@ -1497,7 +1457,8 @@ def workers(progress: Progress, jobs: int, fork: bool) -> Iterator[Over]:
         counters = context.RawArray("Q", jobs)
         for i in range(jobs):
             pools.append(concurrent.futures.ProcessPoolExecutor(1, context, start_worker, (counters, i)))
-        block_signals()  # multiprocessing's resource tracker, which starts with them, has let them through
+        if __name__ == "__main__" and hasattr(signal, "sigwait"):  # only `leave` sees signals, but
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # multiprocessing has let them through by now
     except OSError as error:  # no shared memory or semaphores to be had
         raise RunError(f"worker processes can't start ({one_line(error)}): try --jobs 1") from None
     try:
@@ -1509,12 +1470,15 @@ def workers(progress: Progress, jobs: int, fork: bool) -> Iterator[Over]:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-class Ranks:
-    """The ranks of torchrun (gloo), in step: each learns every result, in the same order.  Without torchrun, this
-    process is the only one."""
+class Execution:
+    """Trains and probes a benchmark's runs on torchrun's ranks (gloo), which all learn every result in the same order,
+    on worker processes, or here alone: `over` yields the results of a task for groups of runs.  Shows progress."""
 
-    def __init__(self) -> None:
-        self.torchrun, self.rank, self.size = "RANK" in os.environ and "WORLD_SIZE" in os.environ, 0, 1
+    def __init__(self, config: Config, options: argparse.Namespace, data: Mapping[int, str]) -> None:
+        self.config, self.records, self.rank, self.size = config, {}, 0, 1
+        self.torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        if self.torchrun and options.jobs:
+            raise UsageError("argument --jobs: not under torchrun, whose ranks do the work (--nproc-per-node)")
         if self.torchrun:
             distributed = torch.distributed
             try:
@@ -1524,9 +1488,17 @@ class Ranks:
                 what = f"the ranks that RANK and WORLD_SIZE speak of did not meet within {RENDEZVOUS:.0f} s"
                 raise RunError(f"{what}: start under torchrun, or unset both ({one_line(error)[:160]})") from None
             self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        self.store = Store(config, options.out_dir, options.resume, data)
+        self.writes = self.store.must_write = self.rank == 0
+        if self.writes:
+            check_folder(options.out_dir)
+        runs = sum(map(len, grids(config, config.lrs).values())) * config.sweep_seeds  # at once, of the sweep
+        jobs = min(options.jobs or available_cpus(), max(runs, 3 * len(config.seeds)))
+        self.jobs = jobs if self.size == 1 else self.size
+        self.out = None if options.quiet or not self.writes else sys.stderr
+        self.start, self.shown, self.done, self.left = time.monotonic(), -math.inf, 0, 0  # epochs of runs
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value.  Raises RunError where a rank is lost."""
         values = [value] * self.size
         try:
             if self.torchrun:
@@ -1535,60 +1507,66 @@ class Ranks:
             raise RunError(f"a rank was lost; --resume goes on from the rest ({one_line(error)[:120]})") from None
         return values
 
-    @contextlib.contextmanager
-    def working(self, progress: Progress) -> Iterator[Over]:
+    def here(self, task: Callable[..., Any], groups: Sequence[Group]) -> Iterator[dict[Run, Any]]:
         """Do this rank's share of the groups in this process, then tell each other the results."""
+        result = {}
+        try:
+            for group in groups[self.rank :: self.size]:
+                with failure_named(group):
+                    result |= task(group, lambda count: self.tick(count * self.size))
+        except (UsageError, RunError) as error:  # the others wait for this rank: tell them, then fail together
+            if not self.torchrun:
+                raise
+            result = f"rank {self.rank}: {error}"
+        for found in self.gather(result):
+            if isinstance(found, str):
+                raise RunError(found)
+            yield found
 
-        def over(task: Callable[..., Any], groups: Sequence[Group]) -> Iterator[dict[Run, Any]]:
-            result: Any = {}
-            try:
-                for group in groups[self.rank :: self.size]:
-                    with failure_named(group):
-                        result |= task(group, lambda count: progress.tick(count * self.size))
-            except (UsageError, RunError) as error:  # the others wait for this rank: tell them, then fail together
-                if not self.torchrun:
-                    raise
-                result = f"rank {self.rank}: {error}"
-            for found in self.gather(result):
-                if isinstance(found, str):
-                    raise RunError(found)
-                yield found
+    def tick(self, count: int) -> None:
+        self.done, self.left, now = self.done + count, max(0, self.left - count), time.monotonic()
+        if self.out is None or now - self.shown < INTERVAL or not self.done + self.left:
+            return
+        self.shown, elapsed = now, round(now - self.start)
+        left = f", about {elapsed / self.done * self.left:.0f} s left" if self.done else ""
+        with contextlib.suppress(OSError, ValueError):
+            line = f"stage2_bench: {self.done} of {self.done + self.left} epochs of runs, {elapsed} s{left}"
+            print(line, file=self.out, flush=True)
 
-        yield over
+    def benchmark(self, placebo: bool) -> dict[str, Arm]:
+        """Run the benchmark.  Forking is fastest, and safe while no thread pool has started: as a script on Linux,
+        without a user's code; a spawned worker needs the script."""
+        own = self.config.track in TRACKS and self.config.idea in LAYERS
+        fork = __name__ == "__main__" and sys.platform == "linux" and own
+        here = self.torchrun or self.jobs == 1 or not (fork or Path(__file__).is_file())
+        with contextlib.nullcontext(self.here) if here else workers(self, self.jobs, fork) as self.over:
+            arms = benchmark(self.config, self, placebo)
         if self.torchrun:  # after a failure the peers may be gone: torchrun ends the rest
             torch.distributed.destroy_process_group()
-
-
-class Execution:
-    """Trains and probes runs over a backend; knows what is on disk, and what was trained before."""
-
-    def __init__(self, config: Config, store: Store, over: Over, jobs: int, progress: Progress, ranks: Ranks) -> None:
-        self.config, self.store, self.over, self.jobs, self.progress = config, store, over, jobs, progress
-        self.ranks, self.records = ranks, {}
+        return arms
 
     def train(self, runs: Sequence[Run]) -> dict[Run, Record]:
         """Return the records of runs, and all earlier ones; trains what is neither known nor on disk."""
-        config, store, writes = self.config, self.store, self.ranks.rank == 0
+        config, store = self.config, self.store
         wanted = [run for run in dict.fromkeys(runs) if run not in self.records]
-        states = self.ranks.gather({run: store.load(run) for run in wanted} if writes else None)[0]
+        states = self.gather({run: store.load(run) for run in wanted} if self.writes else None)[0]
         if store.rotten:
             complain(f"warning: {store.folder}: {store.rotten} files could not be read; those runs train again")
             store.rotten = 0
-        self.progress.left = sum(config.epochs - (state.epoch if state else 0) for state in states.values())
+        self.left = sum(config.epochs - (state.epoch if state else 0) for state in states.values())
         if not self.records:  # after the sweep, the pairs
-            self.progress.left += 3 * (len(config.seeds) - config.sweep_seeds) * config.epochs
-        self.progress.tick(0)
+            self.left += 3 * (len(config.seeds) - config.sweep_seeds) * config.epochs
+        self.tick(0)
         for found in self.over(functools.partial(train_runs, config, store), plan(list(states.items()), self.jobs)):
             self.records |= found
-            for run, record in found.items() if writes else ():  # a host that does not share this folder has trained it
+            for run in found if self.writes else ():  # a host that does not share this folder has trained it
                 if config.epochs not in store.files(run):
-                    store.save(run, record.state)
+                    store.save(run, found[run].state)
         return self.records
 
     def probe(self, found: Mapping[Run, Record]) -> dict[Run, dict[str, Any]]:
         groups = plan([(run, record.state) for run, record in found.items()], self.jobs)
-        results = self.over(functools.partial(probe_runs, self.config), groups)
-        return {run: probed for result in results for run, probed in result.items()}
+        return dict(collections.ChainMap(*self.over(functools.partial(probe_runs, self.config), groups)))
 
 
 def available_cpus() -> int:
@@ -1610,64 +1588,58 @@ REPORT, OUTPUT, STORE = "bench_report.json", "stage2_output.txt", ".stage2_runs"
 # The classes of a report's fields, by a name on their way.  Measured: numbers from training, compared within --rtol.
 # Derived: what `derive` makes of the others; must follow from their own report, and need not be equal.  All others are
 # contract: what was run, with what, in which form; must be equal.
-MEASURED = {
-    "per_seed",
-    "sweep",
-    "idea_sweep",
-    "isolated_mechanism",
-    "transport_confirmed",
-    "mechanism_untrained",
-    "floor",
-}
+MEASURED = {"per_seed", "sweep", "idea_sweep", "isolated_mechanism", "mechanism_untrained", "floor"}
 DERIVED = {
     *("best_cfg", "best_idea_cfg", "mean", "std", "comparison", "attenuation_relative_error", "confirmed", "best"),
     *("beaten_by", "statistics", "edge", "h_edge", "configurations", "agrees", "flagged", "p_exact", "p_holm", "ratio"),
     *("still_learning", "versus_baseline", "versus_idea"),
 }
+CONCLUSIONS = {
+    "verdict": "comparison.verdict",
+    "best configuration, baseline": "baseline.best_cfg",
+    "best configuration, idea": "best_idea_cfg",
+    "best configuration, placebo": "extensions.placebo.best_cfg",
+    "mechanism confirmed": "mechanism_signature.confirmed",
+    "parameters": "parameter_parity",
+}
 
 
 def best_config(sweep: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the configuration of the row that wins a printed sweep, by the rule of `best_row`."""
-
-    def order(row: Mapping[str, Any]) -> tuple[float, float, list[float]]:
-        return math.inf if row["mean"] is None else row["mean"], row["cfg"]["lr"], np.ravel(row["cfg"]["h"]).tolist()
-
-    return dict(min(sweep, key=order)["cfg"])
+    means, cfgs = [math.inf if row["mean"] is None else row["mean"] for row in sweep], [row["cfg"] for row in sweep]
+    order = [(mean, cfg["lr"], np.ravel(cfg["h"]).tolist()) for mean, cfg in zip(means, cfgs, strict=True)]
+    return dict(cfgs[order.index(min(order))])
 
 
 def relative_error(observed: float | None, predicted: float | None) -> float | None:
-    """Return abs(observed - predicted) / predicted of printed numbers; None where one is missing or predicted is 0."""
     return None if observed is None or not predicted else rounded(abs(observed - predicted) / abs(predicted), 7)
 
 
 def arms_of(report: Mapping[str, Any]) -> dict[str, tuple[list[Any], dict[str, Any]]]:
     """Return (sweep, block of scores) of each arm of a report; no placebo where none was trained."""
-    arms = {"baseline": (report["baseline"]["sweep"], report["baseline"]["full"])}
-    arms["idea"], placebo = (report["idea_sweep"], report["idea"]), report.get("extensions", {}).get("placebo", {})
+    baseline, placebo = report["baseline"], report.get("extensions", {}).get("placebo", {})
+    arms = {"baseline": (baseline["sweep"], baseline["full"]), "idea": (report["idea_sweep"], report["idea"])}
     return arms | ({"placebo": (placebo["sweep"], placebo["full"])} if "sweep" in placebo else {})
 
 
 def derive(report: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Fill in all derived fields of a report, from its contract and measured ones; returns it.
-
-    So a new report gets them, and so does a copy of one that is to be checked.
-    """
+    """Fill in the derived fields of a report, a new one or one to be checked, from the others; returns it."""
     extra, arms, block = report.get("extensions"), arms_of(report), report["mechanism_signature"]
-    pairs = Pairs(*(arms[name][1]["per_seed"] for name in ARMS[:2]), config)
+    pairs, first, predict_mean = Pairs(*(arms[name][1]["per_seed"] for name in ARMS[:2]), config), 0, None
     for sweep, full in arms.values():
         scores = full["per_seed"]
         full |= {"mean": mean_of(scores), "std": std_of(scores), "n": len(scores)}
         for row in sweep if extra else ():  # the winner's mean is that of the first of its own scores
             if row["cfg"] == best_config(sweep):
                 row["mean"] = mean_of(scores[: extra["options"]["sweep_seeds"]])
-    first, predict_mean = 0, None
     if extra:
-        derive_extensions(report, arms, pairs)
+        derive_scores(extra, arms, pairs)
+        derive_selection(extra, arms)
         first, predict_mean = extra["options"]["seeds"][0], (extra["floors"]["predict_mean"] or {}).get("mean")
     rates = list(dict.fromkeys(row["cfg"]["lr"] for row in arms["baseline"][0]))
     report["baseline"] |= {"best_cfg": best_config(arms["baseline"][0]), "union_lr_grid": rates}
-    report["best_idea_cfg"] = best_config(arms["idea"][0])
     text = verdict(pairs, range(first, first + len(pairs.first)), predict_mean)
+    report["best_idea_cfg"] = best_config(arms["idea"][0])
     report["comparison"] = {
         "delta_mean": pairs.delta_mean,
         "idea_wins": pairs.wins,
@@ -1685,15 +1657,19 @@ def derive(report: dict[str, Any], config: Config) -> dict[str, Any]:
     return report
 
 
-def derive_extensions(report: Mapping[str, Any], arms: Mapping[str, tuple[list[Any], Any]], pairs: Pairs) -> None:
-    """Fill in the derived fields of what the reference does not have."""
-    extra, config, curve = report["extensions"], pairs.config, report["extensions"]["learning_curve"]
+def half_way(curve: Sequence[Any]) -> list[Any]:
+    """Return the last row of a learning curve at no more than half of its epochs, in a list; [] where there is none."""
+    return [row for row in curve if row["epoch"] <= curve[-1]["epoch"] / 2][-1:]
+
+
+def derive_scores(extra: dict[str, Any], arms: Mapping[str, tuple[list[Any], Any]], pairs: Pairs) -> None:
+    config, curve, loop, placebo = pairs.config, extra["learning_curve"], extra["rollout"] or (), extra["placebo"]
     means = {name: full["mean"] for name, (_, full) in arms.items()}
-    blocks = {name: extra["floors"][name] for name in FLOOR_NAMES if extra["floors"][name]}
-    for block in blocks.values():
+    floors = {name: extra["floors"][name] for name in FLOOR_NAMES if extra["floors"][name]}
+    for block in floors.values():
         block["mean"] = mean_of(block["per_seed"])
-    best = min(blocks, key=lambda name: blocks[name]["mean"], default=None)
-    beaten_by = [name for name, mean in means.items() if best and mean is not None and mean < blocks[best]["mean"]]
+    best = min(floors, key=lambda name: floors[name]["mean"], default=None)
+    beaten_by = [name for name, mean in means.items() if best and mean is not None and mean < floors[best]["mean"]]
     extra["floors"] |= {"best": best, "beaten_by": beaten_by}
     extra["statistics"] = {
         "p_exact": pairs.p_exact,
@@ -1705,48 +1681,46 @@ def derive_extensions(report: Mapping[str, Any], arms: Mapping[str, tuple[list[A
         "share_won": None if pairs.d is None else rounded(pairs.wins / len(pairs.d)),
         "reason_for_null": pairs.reason_for_null,
     }
-    lost, extra["flagged"] = {json.dumps([row["model"], row["cfg"]]): row for row in extra["flagged"]}, []
-    limit = math.inf
-    if "predict_mean" in blocks:
-        limit = mean_of(blocks["predict_mean"]["per_seed"][: extra["options"]["sweep_seeds"]])
+    for rows, names, digits in ((curve, ARMS, DIGITS), (loop, ARMS[:2], 7)):
+        for row in rows:
+            scores = [row["per_seed"][name] for name in names]
+            row |= {n: None if own is None else mean_of(own, digits) for n, own in zip(names, scores, strict=True)}
+            row["p_exact"] = Pairs(*scores[:2], config).p_exact
+    for row, p in zip(loop, holm([row["p_exact"] for row in loop]), strict=True):
+        row["p_holm"] = p
+    for name in ARMS:
+        told = [row[name] for row in (*half_way(curve), curve[-1])]
+        extra["still_learning"][name] = None if len(told) < 2 or None in told else told[1] < config.learning * told[0]
+    for name in ARMS[:2] if "placebo" in arms else ():
+        versus = Pairs(arms[name][1]["per_seed"], arms["placebo"][1]["per_seed"], config)
+        own = {"delta_mean": versus.delta_mean, "placebo_wins": None if versus.d is None else versus.wins}
+        placebo[f"versus_{name}"] = own | {"p_exact": versus.p_exact, "p_value": rounded(versus.p_value)}
+    if (block := extra["knockout"]) is not None:
+        mean = mean_of(block["per_seed"])
+        block |= {"mean": mean, "ratio": rounded(mean / means["idea"]) if mean is not None and means["idea"] else None}
+
+
+def derive_selection(extra: dict[str, Any], arms: Mapping[str, tuple[list[Any], Any]]) -> None:
+    """Fill in what the extensions say of the sweeps: where the winner lies, and which rows are flagged."""
+    lost, limit = {json.dumps([row["model"], row["cfg"]]): row for row in extra["flagged"]}, math.inf
+    extra["flagged"] = []
+    if extra["floors"]["predict_mean"]:
+        limit = mean_of(extra["floors"]["predict_mean"]["per_seed"][: extra["options"]["sweep_seeds"]])
     for name, (sweep, _) in arms.items():
-        block, winner, hs = extra["selection"][name], best_config(sweep), [row["cfg"]["h"] for row in sweep]
-        block["edge"] = edge(winner["lr"], [row["cfg"]["lr"] for row in sweep if row["cfg"]["h"] == winner["h"]])
+        block, best, hs = extra["selection"][name], best_config(sweep), [row["cfg"]["h"] for row in sweep]
+        block["edge"] = edge(best["lr"], [row["cfg"]["lr"] for row in sweep if row["cfg"]["h"] == best["h"]])
         block["configurations"] = len(sweep)
         if "h_edge" in block:
             single = sorted({h for h in hs if not isinstance(h, list)})
-            block["h_edge"] = edge(winner["h"], single) if len(single) > 1 and winner["h"] in single else None
+            block["h_edge"] = edge(best["h"], single) if len(single) > 1 and best["h"] in single else None
         if "agrees" in block:
-            choice = block["validation_choice"]
-            block["agrees"] = None if choice is None else choice == winner
+            block["agrees"] = None if block["validation_choice"] is None else block["validation_choice"] == best
         for row in [row for row in sweep if row["mean"] is None or row["mean"] > limit]:
             reason = "diverged" if row["mean"] is None else "worse than predicting the mean"
             seeds = lost.get(json.dumps([name, row["cfg"]]), {"diverged_seeds": []})["diverged_seeds"]
             extra["flagged"].append({"model": name, "cfg": row["cfg"], "reason": reason, "diverged_seeds": seeds})
-    for row in curve:
-        row |= {name: None if row["per_seed"][name] is None else mean_of(row["per_seed"][name]) for name in ARMS}
-        row["p_exact"] = Pairs(row["per_seed"]["baseline"], row["per_seed"]["idea"], config).p_exact
-    half = [row for row in curve if row["epoch"] <= curve[-1]["epoch"] / 2][-1:]
-    for name in ARMS:
-        told = half and None not in (curve[-1][name], half[0][name])
-        extra["still_learning"][name] = curve[-1][name] < config.learning * half[0][name] if told else None
     if "placebo" in arms:
         extra["placebo"]["best_cfg"] = best_config(arms["placebo"][0])
-    for name in ARMS[:2] if "placebo" in arms else ():
-        versus = Pairs(arms[name][1]["per_seed"], arms["placebo"][1]["per_seed"], config)
-        wins = None if versus.d is None else versus.wins
-        own = {"delta_mean": versus.delta_mean, "placebo_wins": wins}
-        extra["placebo"][f"versus_{name}"] = own | {"p_exact": versus.p_exact, "p_value": rounded(versus.p_value)}
-    if extra["knockout"] is not None:
-        mean = mean_of(extra["knockout"]["per_seed"])
-        ratio = rounded(mean / means["idea"]) if mean is not None and means["idea"] else None
-        extra["knockout"] |= {"mean": mean, "ratio": ratio}
-    for row in extra["rollout"] or ():
-        scores = [row["per_seed"][name] for name in ARMS[:2]]
-        row |= {name: mean_of(own, 7) for name, own in zip(ARMS, scores, strict=False)}
-        row["p_exact"] = Pairs(*scores, config).p_exact
-    for row, p in zip(extra["rollout"] or (), holm([row["p_exact"] for row in extra["rollout"] or ()]), strict=True):
-        row["p_holm"] = p
 
 
 def file_name(path: str) -> str:
@@ -1755,106 +1729,96 @@ def file_name(path: str) -> str:
 
 
 def seed_means(dicts: Sequence[Mapping[str, float]], kind: str = "") -> dict[str, float | None] | None:
-    """Return the means over the seeds of a signature's numbers of a kind, as printed; None where a seed lacks one, or
-    for all, where there are none."""
+    """Return the means over the seeds of a signature's numbers of a kind; None where a seed lacks one, or all do."""
     names = dict.fromkeys(name for one in dicts for name in one if name.startswith(kind))
     return {name: rounded(np.mean([one.get(name, math.nan) for one in dicts]), 7) for name in names} or None
 
 
-def build_report(config: Config, arms: Mapping[str, Arm], reason: str | None) -> dict[str, Any]:
-    """Return the report of a benchmark, its keys in the reference's order; reason: why there is no placebo.
-
-    What is measured is put in its place here, beside the names of derived fields, which `derive` fills in.
-    """
-    baseline, idea, built_in = arms["baseline"], arms["idea"], config.idea in LAYERS
-    path, name = split_idea(config.idea)
-    signature = seed_means([probe["signature"] for probe in idea.probes])
-    if built_in:
-        *attenuation, predicted, observed = signature.items()
-        judged = [("prediction", KineticLayer.prediction), *attenuation, ("attenuation_relative_error", None)]
-        signature = dict([*judged, predicted, observed])
-    own_track = (
-        {"file": file_name(config.track), "sha256": sha256(config.track)} if config.track not in TRACKS else None
-    )
-    report = {
-        "bench_version": 1,
-        "track": own_track["file"].removesuffix(".py") if own_track else config.track,
-        "model": f"rnn_small_{config.idea if built_in else name}_vs_raw",
-        "metric_direction": "lower is better",
-        "n_seeds": len(config.seeds),
-        "baseline": {"best_cfg": None} | printed_arm(baseline) | {"union_lr_grid": None},
-        "idea": printed_arm(idea)["full"],
-        "comparison": None,
-        "mechanism_signature": signature,
-        "idea_sweep": printed_arm(idea)["sweep"],
-        "best_idea_cfg": None,
-        "parameter_parity": {name: arms[name].records[0].parameters for name in ARMS[:2]},
-        "custom_track": own_track,
-        "extensions": build_extensions(config, arms, reason),
-    }
-    known_as = config.idea if built_in else {"file": file_name(path), "sha256": sha256(path), "class": name}
-    report["extensions"]["options"]["idea"] = known_as
-    return derive(report, config)
-
-
 def printed_arm(arm: Arm) -> dict[str, Any]:
-    """Return an arm's sweep and scores as the report has them."""
     sweep = [{"cfg": Run(0, *row).config, "mean": rounded(mean)} for row, mean in zip(arm.grid, arm.means, strict=True)]
     return {"sweep": sweep, "full": {"mean": None, "std": None, "per_seed": arm.scores, "n": None}}
 
 
-def build_extensions(config: Config, arms: Mapping[str, Arm], reason: str | None) -> dict[str, Any]:
-    """Return what the reference does not have, from `options` on."""
-    empty, options = dict.fromkeys, ("sweep_seeds", "epochs", "hidden", "batch", "dtype", "lr_search")
-    baseline, idea, placebo = (arms.get(name) for name in ARMS)
-    probes, built_in = baseline.probes, config.idea in LAYERS
-
-    def choice(arm: Arm) -> dict[str, Any]:
-        sound = math.isfinite(min(arm.validation))
-        best = Run(0, *best_row(arm.grid, arm.validation)).config if sound else None
-        return {"validation_choice": best, "agrees": None}
-
-    own = {name: [rounded(probe["floors"][name]) for probe in probes] for name in FLOOR_NAMES}
-    floor_blocks = {n: None if None in scores else {"mean": None, "per_seed": scores} for n, scores in own.items()}
-    shared = max(probe["test_in_train"] for probe in probes)
-    test_sets = {
-        "distinct_test_sets": len({probe["test_digest"] for probe in probes}),
-        "test_in_train": rounded(shared),
+def build_report(config: Config, arms: Mapping[str, Arm], reason: str | None) -> dict[str, Any]:
+    """Return the report of a benchmark, its keys in the reference's order; reason: why there is no placebo.  What is
+    measured is put in its place here, beside the names of derived fields, which `derive` fills in."""
+    built_in, (path, name), track = config.idea in LAYERS, config.idea.rpartition(":")[::2], None
+    signature = seed_means([probe["signature"] for probe in arms["idea"].probes])
+    if built_in:
+        order = ("prediction", *list(signature)[:2], "attenuation_relative_error")  # then the displacement
+        signature = dict.fromkeys(order) | {"prediction": KineticLayer.prediction} | signature
+    if config.track not in TRACKS:
+        track = {"file": file_name(config.track), "sha256": sha256(config.track)}
+    known_as = config.idea if built_in else {"file": file_name(path), "sha256": sha256(path), "class": name}
+    report = {
+        "bench_version": 1,
+        "track": track["file"].removesuffix(".py") if track else config.track,
+        "model": f"rnn_small_{config.idea if built_in else name}_vs_raw",
+        "metric_direction": "lower is better",
+        "n_seeds": len(config.seeds),
+        "baseline": {"best_cfg": None} | printed_arm(arms["baseline"]) | {"union_lr_grid": None},
+        "idea": printed_arm(arms["idea"])["full"],
+        "comparison": None,
+        "mechanism_signature": signature,
+        "idea_sweep": printed_arm(arms["idea"])["sweep"],
+        "best_idea_cfg": None,
+        "parameter_parity": {name: arms[name].records[0].parameters for name in ARMS[:2]},
+        "custom_track": track,
+        "extensions": build_extensions(config, arms, reason, known_as),
     }
-    flagged = [
-        {"model": name, "cfg": Run(0, *row).config, "diverged_seeds": list(seeds)}
-        for name, arm in arms.items()
-        for row, seeds in zip(arm.grid, arm.lost, strict=True)
-    ]
+    return derive(report, config)
+
+
+def scores_on_the_way(config: Config, arms: Mapping[str, Arm]) -> tuple[list[Any], list[Any]]:
+    """Return the learning curve, a row for each epoch, and the closed loop, a row for each horizon."""
+    curve, loop, probes, empty = [], [], {name: arms[name].probes for name in ARMS[:2]}, dict.fromkeys
     curves = {name: [record.state.curve for record in arms[name].records] if name in arms else None for name in ARMS}
-    curve_rows, loop = [], []
     for epoch in config.checkpoints:
         scores = {name: own and [rounded(curve[epoch]) for curve in own] for name, own in curves.items()}
-        curve_rows.append({"epoch": epoch, **empty(ARMS), "per_seed": scores, "p_exact": None})
-    for i, horizon in enumerate(config.horizons if "rollout" in probes[0] else ()):
-        of = {key: [rounded(probe[key][i], 7) for probe in probes] for key in ("floor", "predict_mean", "rollout")}
-        scores = {"baseline": of["rollout"], "idea": [rounded(probe["rollout"][i], 7) for probe in idea.probes]}
-        row = {"horizon": horizon} | {key: mean_of(of[key], 7) for key in ("floor", "predict_mean")}
+        curve.append({"epoch": epoch, **empty(ARMS), "per_seed": scores, "p_exact": None})
+    for i, horizon in enumerate(config.horizons if "rollout" in probes["idea"][0] else ()):
+        row = {"horizon": horizon}
+        for key in ("floor", "predict_mean"):
+            row[key] = mean_of([rounded(probe[key][i], 7) for probe in probes["baseline"]], 7)
+        scores = {name: [rounded(probe["rollout"][i], 7) for probe in own] for name, own in probes.items()}
         loop.append(row | empty(ARMS[:2]) | {"per_seed": scores, "p_exact": None, "p_holm": None})
-    isolated = isolated_mechanism(config, idea.best[1][0], probes[0]["shape"]) if built_in else None
-    without = {"reason": reason}
+    return curve, loop
+
+
+def build_extensions(config: Config, arms: Mapping[str, Arm], reason: str | None, known_as: Any) -> dict[str, Any]:
+    (curve, loop), empty, idea, placebo = (
+        scores_on_the_way(config, arms),
+        dict.fromkeys,
+        arms["idea"],
+        arms.get("placebo"),
+    )
+    probes, selection, flagged, without = arms["baseline"].probes, empty(ARMS), [], {"reason": reason}
+    floors = {name: [rounded(probe["floors"][name]) for probe in probes] for name in FLOOR_NAMES}
+    for name, arm in arms.items():
+        selection[name] = empty(("edge", "h_edge", "configurations") if name == "idea" else ("edge", "configurations"))
+        if name != "placebo":
+            best = best_row(arm.grid, arm.validation) if math.isfinite(min(arm.validation)) else None
+            selection[name] |= {"validation_choice": best and Run(0, *best).config, "agrees": None}
+        for row, seeds in zip(arm.grid, arm.lost, strict=True):
+            flagged.append({"model": name, "cfg": Run(0, *row).config, "diverged_seeds": list(seeds)})
+    isolated = isolated_mechanism(config, idea.best[1][0], probes[0]["shape"]) if config.idea in LAYERS else None
     if placebo:
         versus = empty(("versus_baseline", "versus_idea")) | {"parameters": placebo.records[0].parameters}
         without = {"best_cfg": None} | printed_arm(placebo) | versus
+    options = ("sweep_seeds", "epochs", "hidden", "batch", "dtype", "lr_search")
+    tests, shared = {probe["test_digest"] for probe in probes}, max(probe["test_in_train"] for probe in probes)
     knocked = [rounded(probe["knockout"]) for probe in idea.probes]
     return {
         "options": {"seeds": [config.seeds[0], config.seeds[-1] + 1]}
-        | {name: getattr(config, name) for name in options},
-        "data": probes[0]["sequences"] | test_sets,
-        "floors": floor_blocks | empty(("best", "beaten_by")),
+        | {name: getattr(config, name) for name in options}
+        | {"idea": known_as},
+        "data": probes[0]["sequences"] | {"distinct_test_sets": len(tests), "test_in_train": rounded(shared)},
+        "floors": {n: None if None in scores else {"mean": None, "per_seed": scores} for n, scores in floors.items()}
+        | empty(("best", "beaten_by")),
         "statistics": None,
-        "selection": {
-            "baseline": empty(("edge", "configurations")) | choice(baseline),
-            "idea": empty(("edge", "h_edge", "configurations")) | choice(idea),
-            "placebo": placebo and empty(("edge", "configurations")),
-        },
+        "selection": selection,
         "flagged": flagged,
-        "learning_curve": curve_rows,
+        "learning_curve": curve,
         "still_learning": empty(ARMS),
         "placebo": without,
         "knockout": placebo and {"mean": None, "per_seed": knocked, "ratio": None},
@@ -1865,48 +1829,38 @@ def build_extensions(config: Config, arms: Mapping[str, Arm], reason: str | None
     }
 
 
-@dataclass(frozen=True)
+def finite(token: str) -> float:
+    if not math.isfinite(float(token)):
+        raise ValueError(f"holds {token[:24]}, which is not a JSON number of this format")
+    return int(token) if re.fullmatch("-?[0-9]{1,15}", token) else float(token)
+
+
 class Side:
-    """A report to be compared: its leaves, those of the same report rebuilt from its own scores, and repeated keys."""
+    """A report to be compared, rebuilt from its own scores: its leaves as they stand and rebuilt, the paths at which
+    these are not the same, and the keys that stand twice.  Raises UsageError with one line on what is wrong."""
 
-    report: dict[str, Any]
-    leaves: dict[str, Any]
-    rebuilt: dict[str, Any]
-    twice: list[str]
+    def __init__(self, path: Path, config: Config) -> None:
+        self.twice, where = [], f"argument --diff: {show(str(path))}"
+        numbers = dict.fromkeys(("parse_constant", "parse_float", "parse_int"), finite)
+        try:
+            report = json.loads(read_file("--diff", path).decode(), object_pairs_hook=self.unique, **numbers)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{where}: not a JSON report: {show(' '.join(str(error).split()))[:200]}") from None
+        version = report.get("bench_version") if isinstance(report, dict) else None
+        if not same(version, 1):
+            raise UsageError(f"{where}: bench_version is {show(version)[:40]}, not 1")
+        try:
+            self.report = derive(copy.deepcopy(report), config)
+            first = report["extensions"]["options"]["seeds"][0] if "extensions" in report else 0
+            self.leaves, self.rebuilt = (flatten(each, first) for each in (report, self.report))
+        except Exception as error:  # any JSON may come here: whatever does not fit the formulas is no report
+            raise UsageError(f"{where}: malformed, or lacks a key ({show(one_line(error))[:120]})") from None
+        missing, paths = object(), self.leaves | self.rebuilt
+        self.wrong = {p for p in paths if not same(self.leaves.get(p, missing), self.rebuilt.get(p, missing))}
 
-    def unfounded(self, path: str) -> bool:
-        """Say whether a leaf is not what the report's own scores give."""
-        return not same(self.leaves.get(path, self), self.rebuilt.get(path, self))
-
-
-def load_report(path: Path, config: Config) -> Side:
-    """Read a report and rebuild it.  Raises UsageError with one line on what is wrong."""
-    twice: list[str] = []
-
-    def unique(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in items]
-        twice.extend(key for key in dict.fromkeys(keys) if keys.count(key) > 1)
+    def unique(self, items: list[tuple[str, Any]]) -> dict[str, Any]:
+        self.twice += [key for key, times in collections.Counter(key for key, _ in items).items() if times > 1]
         return dict(items)
-
-    def finite(token: str) -> float:
-        if not math.isfinite(float(token)):
-            raise ValueError(f"holds {token[:24]}, which is not a JSON number of this format")
-        return int(token) if re.fullmatch("-?[0-9]{1,15}", token) else float(token)
-
-    where = f"argument --diff: {show(str(path))}"
-    try:
-        text = read_file("--diff", path).decode("utf-8")
-        report = json.loads(text, parse_constant=finite, parse_float=finite, parse_int=finite, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: not a JSON report: {show(' '.join(str(error).split()))[:200]}") from None
-    version = report.get("bench_version") if isinstance(report, dict) else None
-    if version != 1 or isinstance(version, bool):
-        raise UsageError(f"{where}: bench_version is {show(version)[:40]}, not 1")
-    try:
-        rebuilt = derive(copy.deepcopy(report), config)
-        return Side(report, flatten(report, report), flatten(rebuilt, report), twice)
-    except Exception as error:  # any JSON may come here: whatever does not fit the formulas is no report
-        raise UsageError(f"{where}: malformed, or lacks a key ({show(one_line(error))[:120]})") from None
 
 
 def same(a: Any, b: Any) -> bool:
@@ -1914,81 +1868,45 @@ def same(a: Any, b: Any) -> bool:
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
-def flatten(value: Any, report: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def flatten(value: Any, first: int, path: str = "") -> dict[str, Any]:
     """Return {path: leaf} of a report: a sweep's rows named by configuration, scores by seed, other lists by number."""
-    if isinstance(value, dict) and value:
-        items = [(f".{key}" if path else key, item) for key, item in value.items()]
-    elif isinstance(value, list) and value:
-        names: Iterable[Any] = range(len(value))
-        if path.endswith("sweep"):
-            names = [json.dumps(row["cfg"]) for row in value]
-        elif "per_seed" in path:
-            first = report["extensions"]["options"]["seeds"][0] if "extensions" in report else 0
-            names = [f"seed {first + i}" for i in names]
-        items = [(f"[{name}]", item) for name, item in zip(names, value, strict=True)]
-    else:
+    if not value or not isinstance(value, dict | list):
         return {path: value}
-    return {name: leaf for key, item in items for name, leaf in flatten(item, report, path + key).items()}
-
-
-def number(value: Any) -> bool:
-    """Say whether a JSON value is a number; true and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, dict):
+        names, value = [f".{key}" if path else key for key in value], value.values()
+    elif path.endswith("sweep"):
+        names = [f"[{json.dumps(row['cfg'])}]" for row in value]
+    else:
+        names = [f"[seed {first + i}]" if "per_seed" in path else f"[{i}]" for i in range(len(value))]
+    items = zip(names, value, strict=True)
+    return {inner: leaf for name, item in items for inner, leaf in flatten(item, first, path + name).items()}
 
 
 def field_status(path: str, theirs: Side, ours: Side, rtol: float) -> str:
-    """Return how a field compares; a status that starts with DIFFERS is a difference.
-
-    A key that one side lacks is a difference, unless the whole extensions are missing there.  What one alone has of
-    seeds and of learning rates that the other did not run is not compared.
-    """
+    """Return how a field compares; a difference starts with DIFFERS.  So does what one side lacks, unless it lacks the
+    whole extensions, or did not run that seed or that learning rate."""
     sides = {"theirs": theirs, "ours": ours}
-    wrong = [name for name, side in sides.items() if side.unfounded(path)]
-    if wrong:
+    if wrong := [name for name, side in sides.items() if path in side.wrong]:
         return f"DIFFERS: {' and '.join(wrong)} not from own scores"
     for name, side in [(name, side) for name, side in sides.items() if path not in side.leaves]:
         seed, row = re.search(r"\[seed (\d+)\]$", path), re.search(r"sweep\[({.*?})\]", path)
-        missing = "extensions" not in side.report and path.startswith("extensions")
+        missing = path.startswith("extensions") and "extensions" not in side.report
         missing = missing or (seed and f"idea.per_seed{seed[0]}" not in side.leaves)
         missing = missing or (row and json.loads(row[1])["lr"] not in side.report["baseline"]["union_lr_grid"])
         return "not compared" if missing else f"DIFFERS: {name} lacks it"
     a, b, names = theirs.leaves[path], ours.leaves[path], set(re.split(r"[.\[]", path))
     if same(a, b):
         return "same"
-    measured = names & MEASURED and not names & {"cfg", "h"}
-    if measured or re.search(r"\.observed_|rollout.*\.predict_mean$", path):
-        close = number(a) and number(b) and abs(b - a) <= rtol * max(abs(a), abs(b))
+    if (names & MEASURED and not names & {"cfg", "h"}) or re.search(r"\.observed_|rollout.*\.predict_mean$", path):
+        close = {type(a), type(b)} <= {int, float} and abs(b - a) <= rtol * max(abs(a), abs(b))
         return "within rtol" if close else "DIFFERS"
     mean_of_arm = re.fullmatch(r"extensions\.(learning_curve|rollout)\[\d+\]\.(baseline|idea|placebo)", path)
     return "derived" if names & DERIVED or mean_of_arm else "DIFFERS"
 
 
-def compare_reports(theirs: Side, ours: Side, rtol: float) -> list[tuple[str, Any, Any, str]]:
-    """Return (path, theirs, ours, status) for every field of either report, and what is wrong with their form."""
-    rows = []
-    for path in theirs.leaves | ours.leaves | theirs.rebuilt | ours.rebuilt:
-        values = (side.leaves.get(path, "-") for side in (theirs, ours))
-        rows.append((path, *values, field_status(path, theirs, ours, rtol)))
-    common = theirs.leaves.keys() & ours.leaves.keys()
-    if [path for path in theirs.leaves if path in common] != [path for path in ours.leaves if path in common]:
-        rows.append(("(order of keys)", "-", "-", "DIFFERS"))
-    for name, side in (("theirs", theirs), ("ours", ours)):
-        rows += [(f"(key {key!r} of {name})", "-", "-", "DIFFERS: stands twice") for key in side.twice]
-    return rows
-
-
-CONCLUSIONS = {
-    "verdict": "comparison.verdict",
-    "best configuration, baseline": "baseline.best_cfg",
-    "best configuration, idea": "best_idea_cfg",
-    "best configuration, placebo": "extensions.placebo.best_cfg",
-    "mechanism confirmed": "mechanism_signature.confirmed",
-    "parameters": "parameter_parity",
-}
-
-
 def conclusions(theirs: Side, ours: Side) -> list[tuple[str, str, str, str]]:
-    """Return (conclusion, theirs, ours, status) of what the reports conclude, each rebuilt from its own scores."""
+    """Return (conclusion, theirs, ours, status) of what the reports conclude, each rebuilt from its own scores; and the
+    arms' means and deviations, with their ratio and how many standard errors apart they are in place of a status."""
     rows = []
     for name, path in CONCLUSIONS.items():
         texts, wrong, inside = [], False, re.compile(re.escape(path) + r"($|[.\[])")
@@ -1996,40 +1914,44 @@ def conclusions(theirs: Side, ours: Side) -> list[tuple[str, str, str, str]]:
             keys = [key for key in side.rebuilt | side.leaves if inside.match(key)]
             parts = [f"{key[len(path) + 1 :]} {show(side.rebuilt.get(key))}".strip() for key in keys]
             texts.append(", ".join(parts) or "-")
-            wrong = wrong or any(map(side.unfounded, keys))
+            wrong = wrong or not side.wrong.isdisjoint(keys)
         status = "DIFFERS: not from own scores" if wrong else "same" if texts[0] == texts[1] else "DIFFERS"
         rows.append((name, *texts, "not compared" if "-" in texts and "placebo" in name else status))
-    return rows
-
-
-def mean_rows(theirs: Side, ours: Side) -> list[tuple[str, str, str, str]]:
-    """Return the arms' means and deviations on both sides, their ratio and how many standard errors apart they are."""
-    rows = []
     for name, path in (("baseline", "baseline.full"), ("idea", "idea")):
-        found = [[side.rebuilt[f"{path}.{key}"] for key in ("mean", "std", "n")] for side in (theirs, ours)]
-        texts, apart = ["diverged" if mean is None else f"{mean:.4g} +- {std:.4g}" for mean, std, _ in found], []
-        if "diverged" not in texts and found[0][0]:
-            apart.append(f"ratio {found[1][0] / found[0][0]:.4g}")
-        if "diverged" not in texts and min(n for *_, n in found) > 1:
-            error = math.hypot(*(std / math.sqrt(n - 1) for _, std, n in found))
-            apart += [f"{abs(found[1][0] - found[0][0]) / error:.1f} standard errors apart"] if error else []
+        found, apart = [[side.rebuilt[f"{path}.{key}"] for key in ("mean", "std", "n")] for side in (theirs, ours)], []
+        texts = ["diverged" if mean is None else f"{mean:.4g} +- {std:.4g}" for mean, std, _ in found]
+        if "diverged" not in texts:
+            (first, *_), (second, *_) = found
+            error = math.hypot(*(std / math.sqrt(n - 1) if n > 1 else math.nan for _, std, n in found))
+            apart += [f"ratio {second / first:.4g}"] if first else []
+            apart += [f"{abs(second - first) / error:.1f} standard errors apart"] if error > 0 else []
         rows.append((f"{name}, mean +- std", *texts, ", ".join(apart)))
     return rows
 
 
-def diff_lines(theirs: Side, ours: Side, rows: Sequence[tuple[str, Any, Any, str]], everything: bool) -> list[str]:
-    """Return the comparison: conclusions, then the fields that differ (or all), last a count."""
-    lines = [*table([("conclusion", "theirs", "ours", ""), *conclusions(theirs, ours), *mean_rows(theirs, ours)]), ""]
+def compare(theirs: Side, ours: Side, rtol: float, everything: bool) -> tuple[list[str], list[str], list[str]]:
+    """Return the comparison in lines, and the statuses of its conclusions and of its fields."""
+    rows, concluded = [], conclusions(theirs, ours)
+    for path in theirs.leaves | ours.leaves | theirs.rebuilt | ours.rebuilt:
+        values = (side.leaves.get(path, "-") for side in (theirs, ours))
+        rows.append((path, *values, field_status(path, theirs, ours, rtol)))
+    orders = [[path for path in a.leaves if path in b.leaves] for a, b in ((theirs, ours), (ours, theirs))]
+    if orders[0] != orders[1]:
+        rows.append(("(order of keys)", "-", "-", "DIFFERS"))
+    for name, side in (("theirs", theirs), ("ours", ours)):
+        rows += [(f"(key {key!r} of {name})", "-", "-", "DIFFERS: stands twice") for key in side.twice]
     cells = [("path", "theirs", "ours", "relative difference", "status")]
-    for path, a, b, status in rows:
-        if everything or status.startswith("DIFFERS"):
-            relative = f"{(b - a) / abs(a):+.3e}" if number(a) and number(b) and a else ""
-            shown = [text if len(text) <= 34 else text[:31] + "..." for text in map(show, (a, b))]
-            cells.append((show(path), *shown, relative, status))
-    kinds = {"same": "same", "within rtol": "within rtol", "derived": "derived", "DIFFERS": "differing"}
-    kinds |= {"not compared": "not compared"}
-    counts = [f"{sum(row[3].startswith(kind) for row in rows)} {name}" for kind, name in kinds.items()]
-    return [*lines, *([*table(cells), ""] if len(cells) > 1 else []), f"{len(rows)} fields: {', '.join(counts)}"]
+    for path, a, b, status in [row for row in rows if everything or row[3].startswith("DIFFERS")]:
+        relative = f"{(b - a) / abs(a):+.3e}" if a and {type(a), type(b)} <= {int, float} else ""
+        shown = [text if len(text) <= 34 else text[:31] + "..." for text in map(show, (a, b))]
+        cells.append((show(path), *shown, relative, status))
+    counts = []
+    for kind in ("same", "within rtol", "derived", "DIFFERS", "not compared"):
+        counts.append(f"{sum(row[3].startswith(kind) for row in rows)} {kind.replace('DIFFERS', 'differing')}")
+    lines = [*table(("conclusion", "theirs", "ours", ""), *concluded), ""]
+    lines += [*table(*cells), ""] if len(cells) > 1 else []
+    lines.append(f"{len(rows)} fields: {', '.join(counts)}")
+    return lines, *([row[3] for row in own] for own in (concluded, rows))
 
 
 # 12. Log and figure ---------------------------------------------------------------------------------------------------
@@ -2040,6 +1962,8 @@ FLOOR_NAMES = {
     "linear": "a linear least-squares fit of the tokens",
 }
 BAR = 12  # characters of the longest bar
+# matplotlib's format strings: colour, line, and last the arms' marker, which tells other step sizes apart
+STYLES = {"baseline": "k-o", "idea": "C0--s", "placebo": "C7:^", "floor": "C3-", "predict_mean": "C3:"}
 
 
 def show(value: Any) -> str:
@@ -2047,23 +1971,22 @@ def show(value: Any) -> str:
     return value.encode("ascii", "backslashreplace").decode() if isinstance(value, str) else json.dumps(value)
 
 
-def brief(value: float | None) -> str:
-    """Show a measured number to a person: four significant digits, or n/a."""
-    return "n/a" if value is None else f"{value:.4g}"
+def brief(value: Any) -> str:
+    """Show a person a measured number, with four significant digits, or n/a; whole numbers and text as they are."""
+    return "n/a" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align rows in columns of their own width; the first column to the left, the last as it is, the rest right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for first, *middle, last in rows:
-        cells = [cell.rjust(width) for cell, width in zip(middle, widths[1:-1], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells, last]).rstrip())
+def table(*rows: Sequence[Any]) -> list[str]:
+    """Align rows in columns; the first to the left, the last as it is, the others to the right."""
+    shown, lines = [list(map(brief, row)) for row in rows], []
+    start, *widths, _ = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for first, *middle, last in shown:
+        cells = map(str.rjust, middle, widths)
+        lines.append("  ".join([first.ljust(start), *cells, last]).rstrip())
     return lines
 
 
 def and_list(words: Sequence[str]) -> str:
-    """Join words by commas and a last "and"."""
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
@@ -2079,8 +2002,7 @@ def caveats(report: Mapping[str, Any], config: Config) -> list[tuple[str, str]]:
     means, chosen = [report["baseline"]["full"]["mean"], report["idea"]["mean"]], extra["selection"]
 
     def say(applies: Any, tag: str, sentence: str) -> None:
-        if applies:
-            found.append((tag, sentence))
+        found.extend([(tag, sentence)] if applies else [])
 
     worse = []
     for name, text in FLOOR_NAMES.items():
@@ -2089,12 +2011,12 @@ def caveats(report: Mapping[str, Any], config: Config) -> list[tuple[str, str]]:
             worse.append(f"{text} ({brief(floor)}{f', {brief(min(means) / floor)} times' if floor else ''})")
     tag = f"both worse than {FLOOR_NAMES.get(extra['floors']['best'])}"
     say(worse, tag, f"Both models are worse than {and_list(worse)}.")
-    learning, rows = [name for name in ARMS[:2] if extra["still_learning"][name]], extra["learning_curve"]
-    half = [row for row in rows if row["epoch"] <= rows[-1]["epoch"] / 2][-1:]
-    shares = [f"the {name}'s error fell to {rows[-1][name] / half[0][name]:.2f}" for name in learning if half[0][name]]
-    epochs = f"from epoch {half[0]['epoch']} to {rows[-1]['epoch']}" if half else ""
-    text = f"Still learning: {epochs} {and_list(shares)} of what it was; more epochs may say otherwise."
-    say(learning, f"{and_list(learning)} still learning", text)
+    learning, last = [name for name in ARMS[:2] if extra["still_learning"][name]], extra["learning_curve"][-1]
+    for half in half_way(extra["learning_curve"]):
+        shares = [f"the {name}'s error fell to {last[name] / half[name]:.2f}" for name in learning if half[name]]
+        text = f"from epoch {half['epoch']} to {last['epoch']} {and_list(shares)} of what it was"
+        tag = f"{and_list(learning)} still learning"
+        say(learning, tag, f"Still learning: {text}; more epochs may say otherwise.")
     for side in ("lower", "upper"):
         at = [f"the {name}'s" for name in ARMS[:2] if chosen[name]["edge"] == side]
         text = f"The best rate is at the grid's {side} edge ({and_list(at)}): --lrs auto extends it."
@@ -2104,10 +2026,8 @@ def caveats(report: Mapping[str, Any], config: Config) -> list[tuple[str, str]]:
     side, sets, overlap = chosen["idea"]["h_edge"], extra["data"]["distinct_test_sets"], extra["data"]["test_in_train"]
     say(side, f"best h at the {side} edge", f"The best step h is at the {side} edge of those tried.")
     tag = "one test set for all seeds" if sets == 1 else f"only {sets} different test sets for {n} seeds"
-    text = (
-        f"There {'is' if sets == 1 else 'are'} {tag}: p then speaks of initialisation and batch order, not of new data."
-    )
-    say(sets < n, tag, text)
+    text = f"{tag}: p then speaks of initialisation and batch order, not of new data."
+    say(sets < n, tag, f"There {'is' if sets == 1 else 'are'} {text}")
     text = f"Train and test overlap: {100 * overlap:.3g} % of the test sequences are trained on."
     say(overlap, "train and test overlap", text)
     exact, sampled = extra["statistics"]["p_exact"], block["p_value"]
@@ -2165,18 +2085,16 @@ def verdict_sentence(report: Mapping[str, Any], config: Config) -> str:
 
 
 def limitations(report: Mapping[str, Any], config: Config) -> list[str]:
-    """Return the limits of this run, from its own numbers and options."""
     extra, n, block = report["extensions"], report["n_seeds"], report["mechanism_signature"]
     floor, least = extra["statistics"]["p_floor"], extra["statistics"]["detectable_difference"]
     gru = f"one architecture (a GRU of {extra['options']['hidden']} units)"
-    sentences = [f"One track ({show(report['track'])}), {gru}, {extra['options']['epochs']} epochs."]
-    sentences += [sentence for _, sentence in caveats(report, config)]
+    track = f"One track ({show(report['track'])}), {gru}, {extra['options']['epochs']} epochs."
     limit = f"{n} pairs: no exact p below {brief(floor)} is possible."
     if n > config.exact_pairs:
         limit = f"{n} pairs: p is sampled, none below {brief(1 / (config.flips + 1))} can be told."
     if floor >= config.significance:
         limit = f"{n} pairs cannot reach p < {config.significance}: the smallest possible p is {brief(floor)}."
-    sentences.append(limit)
+    sentences = [track, *(sentence for _, sentence in caveats(report, config)), limit]
     if least is not None:
         share = f"less than {100 * config.power:.0f} % of repetitions"
         sentences.append(f"A mean difference smaller than {brief(least)} would be found in {share}.")
@@ -2194,54 +2112,51 @@ def limitations(report: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def sweep_lines(report: Mapping[str, Any], config: Config) -> list[str]:
-    """Return the sweep table: every row of the arms, with what is to be said of it, and how the grid grew."""
     flags = {json.dumps([f["model"], f["cfg"]]): f["reason"] for f in report["extensions"]["flagged"]}
-    rows = [("model", "lr", "h", "mean test MSE", "")]
+    rows, lines = [("model", "lr", "h", "mean test MSE", "")], []
     for name, (sweep, _) in arms_of(report).items():
-        best, side = best_config(sweep), report["extensions"]["selection"][name]["edge"]
-        for row in sweep:
-            notes, cfg = [flags.get(json.dumps([name, row["cfg"]]))], row["cfg"]
-            if cfg == best:
+        side = report["extensions"]["selection"][name]["edge"]
+        for cfg, mean in ((row["cfg"], row["mean"]) for row in sweep):
+            notes = [flags.get(json.dumps([name, cfg]))]
+            if cfg == best_config(sweep):
                 notes += ["best", f"at the {side} edge of the grid" if side in ("lower", "upper") else None]
-            rows.append((name, show(cfg["lr"]), show(cfg["h"]), brief(row["mean"]), ", ".join(filter(None, notes))))
-    if report["extensions"]["options"]["lr_search"] != "auto":
-        return table(rows)
-    added = [repr(lr) for lr in report["baseline"]["union_lr_grid"] if lr not in config.lrs]
-    grown = f"grew by {', '.join(added)}" if added else "needed no more"
-    return [*table(rows), f"--lrs auto: from {', '.join(map(repr, config.lrs))} the grid {grown}"]
+            rows.append((name, show(cfg["lr"]), show(cfg["h"]), mean, ", ".join(filter(None, notes))))
+    if report["extensions"]["options"]["lr_search"] == "auto":
+        added = ", ".join(repr(lr) for lr in report["baseline"]["union_lr_grid"] if lr not in config.lrs)
+        grown = f"the grid {f'grew by {added}' if added else 'needed no more'}"
+        lines = [f"--lrs auto: from {', '.join(map(repr, config.lrs))} {grown}"]
+    return [*table(*rows), *lines]
 
 
 def pair_lines(report: Mapping[str, Any], config: Config) -> list[str]:
-    """Return a line a seed, both scores, their difference and a bar from the middle ('<' to the left is better, '>' to
-    the right worse); then the statistics."""
+    """Return a line a seed, with a bar from the middle ('<' to the left is better, '>' worse); then the statistics."""
     scores = list(zip(report["baseline"]["full"]["per_seed"], report["idea"]["per_seed"], strict=True))
     largest = max((abs(b - a) for a, b in scores if None not in (a, b)), default=0.0) or 1.0
     rows = [("seed", "baseline", "idea", "idea - baseline", "  better | worse")]
     for seed, (a, b) in zip(config.seeds, scores, strict=True):
-        difference, bar = "n/a", "diverged".center(2 * BAR + 1)
+        difference, bar = None, "diverged".center(2 * BAR + 1)
         if None not in (a, b):
             size, difference = math.ceil(abs(b - a) / largest * BAR), f"{b - a:+.4g}"
             bar = f"{'<' * size:>{BAR}}|" if b < a else f"{'|':>{BAR + 1}}{'>' * size}"
-        rows.append((str(seed), brief(a), brief(b), difference, bar))
+        rows.append((seed, a, b, difference, bar))
     block, stats = report["comparison"], report["extensions"]["statistics"]
     span = "n/a" if stats["interval_95"] is None else f"[{', '.join(map(brief, stats['interval_95']))}]"
     sampled = f"< {1 / config.flips:g}" if block["p_value"] == 0 else brief(block["p_value"])
     mean, p, d_z = map(brief, (block["delta_mean"], stats["p_exact"], stats["effect_size_dz"]))
     text = f"mean difference {mean}, 95 % interval {span}, sampled p {sampled}, exact p {p}, effect d_z {d_z}"
-    return [*table(rows), text]
+    return [*table(*rows), text]
 
 
 def mechanism_lines(report: Mapping[str, Any]) -> list[str]:
-    """Return the mechanism table, what the operator does alone, and the knockout."""
     block, extra = report["mechanism_signature"], report["extensions"]
     alone, untrained, without = extra["isolated_mechanism"], extra["mechanism_untrained"] or {}, extra["knockout"]
-    rows, lines = [("", "predicted", "observed", "before training", "relative error", "")], []
-    for name in [key.removeprefix("observed_") for key in block or () if key.startswith("observed_")]:
-        predicted, observed = block.get(f"predicted_{name}"), block[f"observed_{name}"]
-        values = predicted, observed, untrained.get(f"observed_{name}"), relative_error(observed, predicted)
-        rows.append((show(name.replace("_", " ")), *map(brief, values), ""))
-    confirmed = block and f"{'' if block['confirmed'] else 'not '}confirmed"
-    lines += [*table(rows), confirmed] if block else ["the idea offers no signature"]
+    rows = [("", "predicted", "observed", "before training", "relative error", "")]
+    for key in [key for key in block or () if key.startswith("observed_")]:
+        predicted = block.get(key.replace("observed", "predicted", 1))
+        values = predicted, block[key], untrained.get(key), relative_error(block[key], predicted)
+        rows.append((show(key.removeprefix("observed_").replace("_", " ")), *values, ""))
+    confirmed = "confirmed" if block and block["confirmed"] else "not confirmed"
+    lines = [*table(*rows), confirmed] if block else ["the idea offers no signature"]
     if alone:
         moves = {True: "confirmed", False: "not confirmed", None: "not measurable"}[extra["transport_confirmed"]]
         error, slope = brief(alone["attenuation_max_relative_error"]), brief(alone["displacement_slope"])
@@ -2256,35 +2171,29 @@ def mechanism_lines(report: Mapping[str, Any]) -> list[str]:
 def build_log(config: Config, report: Mapping[str, Any]) -> str:
     """Return the log that a person reads, in ASCII: the verdict first, then the tables, last the limitations."""
     extra, parity, best = report["extensions"], report["parameter_parity"], report["extensions"]["floors"]["best"]
-    floor_rows = []
-    for name, text in FLOOR_NAMES.items():
-        if extra["floors"][name]:
-            floor_rows.append((text, brief(extra["floors"][name]["mean"]), "best floor" if name == best else ""))
-    curve = [("epoch", *ARMS, "exact p", "")]
-    for row in extra["learning_curve"]:
-        curve.append((str(row["epoch"]), *(brief(row[name]) for name in (*ARMS, "p_exact")), ""))
+    floors = {text: extra["floors"][name] for name, text in FLOOR_NAMES.items() if extra["floors"][name]}
+    rows = [(text, own["mean"], "best floor" if text == FLOOR_NAMES[best] else "") for text, own in floors.items()]
+    keys = ("epoch", *ARMS, "p_exact")
+    curve = [("epoch", *ARMS, "exact p", ""), *([*map(row.get, keys), ""] for row in extra["learning_curve"])]
+    keys = ("horizon", "predict_mean", "floor", "baseline", "idea", "p_exact", "p_holm")
     loop = [("horizon", "predict mean", "repeat last", "baseline", "idea", "exact p", "Holm p", "")]
-    for row in extra["rollout"] or ():
-        keys = ("predict_mean", "floor", "baseline", "idea", "p_exact", "p_holm")
-        loop.append((str(row["horizon"]), *(brief(row[key]) for key in keys), ""))
+    loop += [[*map(row.get, keys), ""] for row in extra["rollout"] or ()]
     learning = [name for name in ARMS if extra["still_learning"][name]]
-    learning = learning or ["none" if len(curve) > 2 else "one checkpoint cannot tell"]
+    learned = and_list(learning) or ("none" if len(curve) > 2 else "one checkpoint cannot tell")
+    curve_lines = [*table(*curve), f"still learning: {learned}"]
     seeds = f"seeds {config.seeds[0]}..{config.seeds[-1]}, sweep on the first {config.sweep_seeds}"
     beaten_by = f"better than the best floor: {and_list(extra['floors']['beaten_by'] or ['none of the models'])}"
-    sections = {
+    titled = {
         "Options": [f"{option_words(config) or 'defaults'} ({seeds}, {config.epochs} epochs, {config.dtype})"],
         f"Sweep (mean over {config.sweep_seeds} seeds, target variance = 1)": sweep_lines(report, config),
         f"Pairs (test MSE of {parity['baseline']} and {parity['idea']} parameters)": pair_lines(report, config),
-        "Floors (test MSE of what needs no network)": [*table(floor_rows or [("none can be told", "")]), beaten_by],
-        f"Learning curve (MSE on the first {config.probe_sequences} test sequences)": [
-            *table(curve),
-            f"still learning: {and_list(learning)}",
-        ],
+        "Floors (test MSE of what needs no network)": [*table(*rows or [("none can be told", "")]), beaten_by],
+        f"Learning curve (MSE on the first {config.probe_sequences} test sequences)": curve_lines,
         "Mechanism": mechanism_lines(report),
-        "Closed loop (RMSE in target std)": table(loop if len(loop) > 1 else [("not on a custom track", "")]),
+        "Closed loop (RMSE in target std)": table(*loop) if len(loop) > 1 else ["not on a custom track"],
         "Limitations": [f"- {sentence}" for sentence in limitations(report, config)],
     }
-    tables = "".join("\n".join(["", "", title, *own]) for title, own in sections.items())
+    tables = "".join("\n".join(["", "", title, *own]) for title, own in titled.items())
     return f"Verdict: {verdict_sentence(report, config)}{tables}\n"
 
 
@@ -2322,98 +2231,81 @@ def versions() -> str:
     return f"Python {platform.python_version()}, {libraries}"
 
 
-STYLES = {
-    "baseline": {"color": "0.0", "marker": "o", "linestyle": "-"},
-    "idea": {"color": "tab:blue", "marker": "s", "linestyle": "--"},
-    "placebo": {"color": "0.55", "marker": "^", "linestyle": ":"},
-    "floor": {"color": "tab:red", "linewidth": 0.8},
-    "predict_mean": {"color": "tab:red", "linewidth": 0.8, "linestyle": ":"},
-    "theory": {"color": "black", "linewidth": 1.0},
-    "seed": {"color": "0.4", "marker": "o", "linestyle": ""},
-    "alone": {"color": "tab:blue", "marker": "o", "linestyle": "", "markerfacecolor": "none"},
-    "trained": {"color": "black", "marker": "*", "linestyle": "", "markersize": 12},
-}
-
-
-def draw_panel(
-    axis: Any, title: str, xlabel: str, ylabel: str, lines: Sequence[Any], ticks: Sequence[float] = ()
-) -> None:
-    """Draw lines (label, points, style); one without points is left out, a panel without lines is a sentence alone.
-    Ticks are given for logarithmic axes."""
+def draw_panel(axis: Any, title: str, xlabel: str, ylabel: str, lines: Any, ticks: Sequence[float] = ()) -> None:
+    """Draw lines (label, points, format, opacity); one without points is left out, a panel without lines is a sentence
+    alone.  Ticks are given for logarithmic axes."""
     axis.set(title=title, xlabel=xlabel, ylabel=ylabel)
-    kept = [(label, [(x, y) for x, y in points if y is not None], style) for label, points, style in lines]
-    kept = [line for line in kept if line[1]]
-    if not kept:
+    for label, points, style, *opacity in lines:
+        if points := [(x, y) for x, y in points if y is not None]:
+            axis.plot(*zip(*points, strict=True), style, label=label, alpha=opacity[0] if opacity else 1)
+    if not axis.lines:
         axis.set_axis_off()
         axis.text(0.5, 0.5, "not available for this run", ha="center", transform=axis.transAxes)
         return
-    for label, points, style in kept:
-        axis.plot(*zip(*points, strict=True), label=label, **style)
     axis.xaxis.get_major_locator().set_params(integer=True)
     if ticks:
         apart = math.ceil(len(ticks) / 5)  # labels that would run into each other are left out
         axis.set(xscale="log", yscale="log")
         axis.set_xticks(sorted(ticks), ["" if i % apart else f"{x:g}" for i, x in enumerate(sorted(ticks))])
         axis.xaxis.minorticks_off()
-    axis.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2 if len(kept) < 7 else 3, frameon=False, fontsize=8
-    )
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "frameon": False, "fontsize": 8}
+    axis.legend(ncols=2 if len(axis.lines) < 7 else 3, **below)
 
 
 def draw_panels(axes: Sequence[Any], report: Mapping[str, Any]) -> None:
     extra, mse, lines = report["extensions"], "test MSE (target variance = 1)", []
     for name, (sweep, _) in arms_of(report).items():
-        for i, h in enumerate(dict.fromkeys(json.dumps(row["cfg"]["h"]) for row in sweep)):
-            points = [(row["cfg"]["lr"], row["mean"] or None) for row in sweep if json.dumps(row["cfg"]["h"]) == h]
-            other = {"marker": "Dv^<>pPX*"[(i - 1) % 9], "alpha": max(0.3, 1 - 0.2 * i)} if i else {}
-            lines.append((name if h == "null" else f"{name}, h = {h}", sorted(points), STYLES[name] | other))
+        points = collections.defaultdict(list)
+        for row in sweep:
+            points[json.dumps(row["cfg"]["h"])].append((row["cfg"]["lr"], row["mean"] or None))
+        for i, h in enumerate(points):
+            label = name if h == "null" else f"{name}, h = {h}"
+            style = STYLES[name] if i == 0 else STYLES[name][:-1] + "Dv<>pPX*"[(i - 1) % 8]
+            lines.append((label, sorted(points[h]), style, max(0.3, 1 - 0.2 * i)))
     draw_panel(axes[0], "Sweep", "learning rate", f"mean {mse}", lines, report["baseline"]["union_lr_grid"])
     for name, text in FLOOR_NAMES.items() if axes[0].axison else ():
         if level := (extra["floors"][name] or {}).get("mean"):
-            axes[0].axhline(level, **STYLES["floor"])
-            where = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
-            axes[0].annotate(text, (0.99, level), fontsize=7, **where)
+            axes[0].axhline(level, color="C3", linewidth=0.8)
+            axes[0].annotate(text, (0.99, level), xycoords=("axes fraction", "data"), size=7, ha="right", va="bottom")
     rows = extra["learning_curve"]
     lines = [(name, [(row["epoch"], row[name]) for row in rows], STYLES[name]) for name in ARMS]
     draw_panel(axes[1], "Learning curve", "epoch", mse, lines, [row["epoch"] for row in rows])
     scores = zip(report["baseline"]["full"]["per_seed"], report["idea"]["per_seed"], strict=True)
     points = [(seed, b - a) for seed, (a, b) in enumerate(scores, extra["options"]["seeds"][0]) if None not in (a, b)]
-    span = [(seed, report["comparison"]["delta_mean"]) for seed in (points[0][0], points[-1][0])] if points else []
-    lines = [("one seed", points, STYLES["seed"]), ("mean", span, {"color": "tab:blue", "linestyle": "--"})]
-    title = "Paired differences (below 0: idea better)"
+    mean = [(seed, report["comparison"]["delta_mean"]) for seed, _ in points]
+    title, lines = "Paired differences (below 0: idea better)", [("one seed", points, "C7o"), ("mean", mean, "C0--")]
     draw_panel(axes[2], title, "seed", "idea - baseline (target variance = 1)", lines)
     if points:
-        axes[2].axhline(0.0, **STYLES["theory"])
+        axes[2].axhline(0.0, color="black", linewidth=1.0)
         if extra["statistics"]["interval_95"]:
-            axes[2].axhspan(*extra["statistics"]["interval_95"], color="tab:blue", alpha=0.15)
-    names, rows = {"baseline": "baseline", "idea": "idea", "floor": "repeat last"}, extra["rollout"] or ()
-    names["predict_mean"] = "predict mean"
+            axes[2].axhspan(*extra["statistics"]["interval_95"], alpha=0.15)
+    rows = extra["rollout"] or ()
+    names = {"baseline": "baseline", "idea": "idea", "floor": "repeat last", "predict_mean": "predict mean"}
     lines = [(text, [(row["horizon"], row[name]) for row in rows], STYLES[name]) for name, text in names.items()]
     draw_panel(axes[3], "Closed loop", "horizon (steps)", "RMSE (target std)", lines, [row["horizon"] for row in rows])
     alone, block = extra["isolated_mechanism"] or {"h": 0.0}, report["mechanism_signature"] or {}
-    h, waves, moves = alone["h"], alone.get("attenuation") or [], alone.get("displacement") or []
-    star = [(KineticLayer.mode, block.get("observed_fourier_attenuation"))] if waves else []
+    h, waves, moves = alone["h"], (alone.get("attenuation") or [])[:13], alone.get("displacement") or []
+    star, moved = block.get("observed_fourier_attenuation"), block.get("observed_transport_displacement")
     lines = [
-        ("predicted exp(-h k^2)", [(k, math.exp(-h * k * k)) for k in range(len(waves))][:13], STYLES["theory"]),
-        ("operator alone", list(enumerate(waves))[:13], STYLES["alone"]),
-        ("trained layers, relative to k = 0", star, STYLES["trained"]),
+        ("predicted exp(-h k^2)", [(k, math.exp(-h * k * k)) for k in range(len(waves))], "k-"),
+        ("operator alone", list(enumerate(waves)), "C0."),
+        ("trained layers, relative to k = 0", [(KineticLayer.mode, star)] if waves else [], "k*"),
     ]
     draw_panel(axes[4], "Diffusion", "Fourier mode k along the tokens", "attenuation", lines)
-    star = [(len(moves) // 2, block.get("observed_transport_displacement"))] if moves else []
     lines = [
-        ("predicted h x", [(x, h * x) for x in range(len(moves))], STYLES["theory"]),
-        ("operator alone", list(enumerate(moves)), STYLES["alone"]),
-        ("trained layers, confounded", star, STYLES["trained"]),
+        ("predicted h x", [(x, h * x) for x in range(len(moves))], "k-"),
+        ("operator alone", list(enumerate(moves)), "C0."),
+        ("trained layers, confounded", [(len(moves) // 2, moved)] if moves else [], "k*"),
     ]
     draw_panel(axes[5], "Transport", "token x", "displacement (channels)", lines)
 
 
 def draw(config: Config, report: Mapping[str, Any], path: Path) -> None:
     """Draw the report in one figure of six panels.  Raises RunError where that fails: the report is complete then."""
+    style = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "svg.hashsalt": "stage2", "svg.fonttype": "none"}
     try:
         from matplotlib import pyplot
 
-        style = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "svg.hashsalt": "stage2", "svg.fonttype": "none"}
         with pyplot.rc_context(style), new_file(path) as file:
             figure, axes = pyplot.subplots(2, 3, figsize=(13, 8), layout="constrained")
             draw_panels(axes.flat, report)
@@ -2430,21 +2322,19 @@ def draw(config: Config, report: Mapping[str, Any], path: Path) -> None:
 # 13. Users' files and command line ------------------------------------------------------------------------------------
 
 LARGEST_VALUE = 1e100  # of custom data; the square of a larger one may overflow
+KEPT = "what was trained is kept, --resume goes on"
 FEW_VALUES = 20  # whole-numbered targets with fewer distinct values look like classes
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception's type and message in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
 @functools.cache
 def load_file(path: str) -> tuple[ModuleType, list[str]]:
-    """Import a user's Python file by its path; returns the module, and the files beside it that it imports.
-
-    While it loads, its folder is on sys.path; what an earlier file imported from its own folder is forgotten first, so
-    that two files may each have a neighbour of the same name.  Raises UsageError with the reason in one line.
-    """
+    """Import a user's Python file by its path; returns the module, and the files beside it that it imports.  While it
+    loads, its folder is on sys.path; what an earlier file imported from its own folder is forgotten first, so that two
+    files may each have a neighbour of the same name.  Raises UsageError with the reason in one line."""
     folder, mark, bytecode = Path(path).parent, "__neighbour_of_custom_file__", sys.dont_write_bytecode
     for name in [name for name, module in sys.modules.items() if mark in getattr(module, "__dict__", {})]:
         del sys.modules[name]
@@ -2469,11 +2359,9 @@ def load_file(path: str) -> tuple[ModuleType, list[str]]:
 
 
 def finite_array(values: Any, name: str, axes: Sequence[str]) -> np.ndarray:
-    """Turn what a user's `make` returns into a float64 array.  Raises ValueError where it holds no finite numbers, with
-    the place of the first wrong one along the axes."""
-    masked = np.ma.array(values) if isinstance(values, list | tuple) else values  # a list may hold masked arrays
-    if np.ma.is_masked(masked):
-        raise ValueError(f"{name} hold {np.ma.count_masked(masked)} masked values")
+    """Turn what `make` returns into a float64 array.  Raises ValueError, with the place of the first wrong number."""
+    if masked := np.ma.count_masked(np.ma.array(values)):  # a list may hold masked arrays
+        raise ValueError(f"{name} hold {masked} masked values")
     if np.iscomplexobj(np.asarray(values)):
         raise ValueError(f"{name} are complex")
     array = np.array(values, dtype=np.float64)
@@ -2486,11 +2374,10 @@ def finite_array(values: Any, name: str, axes: Sequence[str]) -> np.ndarray:
     return array
 
 
-def call_make(path: str, seed: int, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens (N, T, C) and targets (N, K) of a user's make(seed, split), checked.
-
-    Raises UsageError where there is no make, it fails, or what it returns has a wrong shape or is not finite.
-    """
+@functools.cache  # a user's make is called once for a seed and split, `__wrapped__` calls it again
+def custom_split(path: str, seed: int, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens (N, T, C) and targets (N, K) of a user's make(seed, split), checked.  Raises UsageError where there
+    is no make, it fails, or what it returns has a wrong shape or is not finite."""
     make, where = getattr(load_file(path)[0], "make", None), f"{path}: make({seed}, {split!r})"
     if not callable(make):
         raise UsageError(f"{path}: defines no function make(seed, split)")
@@ -2508,17 +2395,9 @@ def call_make(path: str, seed: int, split: str) -> tuple[np.ndarray, np.ndarray]
     return tokens, targets.reshape(len(targets), -1)
 
 
-custom_split = functools.cache(call_make)  # a user's make is called once for a seed and split
-
-
-def split_idea(idea: str) -> tuple[str, str]:
-    path, _, name = idea.rpartition(":")
-    return path, name
-
-
 def layer_class(idea: str) -> type[nn.Module]:
     """Return a built-in layer's class, or the one that "path.py:Class" names.  Raises UsageError if there is none."""
-    path, name = split_idea(idea)
+    path, name = idea.rpartition(":")[::2]
     found = LAYERS[idea] if idea in LAYERS else getattr(load_file(path)[0], name, None)
     if not (inspect.isclass(found) and issubclass(found, nn.Module)):
         raise UsageError(f"{path}: defines no torch.nn.Module named {name!r}")
@@ -2527,13 +2406,14 @@ def layer_class(idea: str) -> type[nn.Module]:
 
 def check_track(config: Config) -> dict[int, str]:
     """Check every seed's splits of a custom track; returns {seed: digest of its data}, empty for a built-in one.
-
-    Raises UsageError where `make` answers twice, shapes differ, or targets are constant.
-    """
+    Raises UsageError where `make` answers twice, shapes differ, or targets are constant."""
     track, shapes = config.track, {}
-    for seed, split in itertools.product(config.seeds, SPLITS) if track not in TRACKS else ():
+    if track in TRACKS:
+        return {}
+    for seed, split in itertools.product(config.seeds, SPLITS):
         where, (tokens, targets) = f"{track}: make({seed}, {split!r})", custom_split(track, seed, split)
-        if seed == config.seeds[0] and not all(map(np.array_equal, (tokens, targets), call_make(track, seed, split))):
+        first, again = seed == config.seeds[0], custom_split.__wrapped__
+        if first and not all(map(np.array_equal, (tokens, targets), again(track, seed, split))):
             raise UsageError(f"{where} gives two answers: seed its randomness")
         shape = (*tokens.shape, targets.shape[1])
         wanted = shapes.setdefault(split, (shape[0], *shapes.get("train", shape)[1:]))
@@ -2542,23 +2422,17 @@ def check_track(config: Config) -> dict[int, str]:
             raise UsageError(f"{where}: (N, T, C, K) is {shape} after {wanted}; {text}")
         if split == "train" and np.ptp(targets, axis=0).max() == 0:
             raise UsageError(f"{where}: the targets are all equal; nothing to learn")
-    if not shapes:
-        return {}
     values = np.unique(custom_split(track, config.seeds[0], "train")[1])
     if len(values) < FEW_VALUES and (values == values.round()).all():
         complain(f"note: {track}: the targets have {len(values)} whole values; this is regression")
-    shared = max(share_in_train(build_dataset(config, seed), "val") for seed in config.seeds)
-    if shared:
+    if shared := max(share_in_train(build_dataset(config, seed), "val") for seed in config.seeds):
         complain(f"warning: {track}: {100 * shared:.3g} % of the validation sequences stand in the training split")
     return {seed: digest(build_dataset(config, seed), *SPLITS) for seed in config.seeds}
 
 
 def check_idea(config: Config) -> str | None:
-    """Take the user's layer through the real road, for every step size and the placebo's 0.
-
-    Returns why there can be no placebo (its output does not depend on h), or None.  Raises UsageError where the layer
-    can't be built, or would not train as it does alone.
-    """
+    """Take the user's layer through the real road, for every step size and the placebo's 0; returns why there can be no
+    placebo, or None.  Raises UsageError where the layer can't be built, or would not train as it does alone."""
     hs, answers = [h for h in dict.fromkeys(itertools.chain(*config.hs)) if h], []
     if config.idea in LAYERS or not hs:
         return None if hs else "the idea's only step is h = 0"
@@ -2573,12 +2447,11 @@ def check_idea(config: Config) -> str | None:
             raise UsageError(f"{config.idea}: is built as {text}") from None
         for h in (*hs, 0.0):
             try:
-                problem, answer = layer_problem(small, h, tokens)
+                answers.append(layer_answer(small, h, tokens))
             except Exception as error:
-                problem, answer = one_line(error), None
-            if problem:
-                raise UsageError(f"{config.idea} with (channels={channels}, length={length}, h={h}): {problem}")
-            answers.append(answer)
+                problem = str(error) if isinstance(error, UsageError) else one_line(error)
+                where = f"(channels={channels}, length={length}, h={h})"
+                raise UsageError(f"{config.idea} with {where}: {problem}") from None
     alike = all(torch.equal(answer, answers[-1]) for answer in answers)
     return "the idea's output does not depend on h" if alike else None
 
@@ -2594,94 +2467,84 @@ def kept_state(module: nn.Module) -> dict[str, tuple[Any, str]]:
     return {n: (getattr(v, "dtype", None), repr(v.tolist() if isinstance(v, Tensor) else v)) for n, v in found.items()}
 
 
-def layer_problem(config: Config, h: float, tokens: Tensor) -> tuple[str, Tensor]:
-    """Return what is wrong with a user's layer on tokens (batch, time, channel), or ""; and what it makes of them with
-    its parameters a little away from where they start."""
+def layer_answer(config: Config, h: float, tokens: Tensor) -> Tensor:
+    """Return what a user's layer makes of tokens (batch, time, channel) with its parameters a little away from where
+    they start.  Raises UsageError with what is wrong with it."""
     runs = [Run(config.seeds[0], 0.001, (h,)), Run(config.seeds[-1], 0.002, (h,))]
     (module,), (twin,) = (build_layers(config, runs[0], tokens.shape[2], tokens.shape[1]) for _ in range(2))
     with torch.no_grad():
-        for value in (value for layer in (module, twin) for value in layer.parameters() if value.requires_grad):
+        for value in [p for layer in (module, twin) for p in layer.parameters() if p.requires_grad]:
             value.add_(0.1)  # many begin at 0, where nothing of what they multiply would show
     try:
         out = module(tokens.clone())
     except RuntimeError as error:
         for name, (dtype, _) in kept_state(module).items():
             if dtype is not None and dtype.is_floating_point | dtype.is_complex and dtype.to_real() != tokens.dtype:
-                return f"{one_line(error)} (its tensor {name} is {dtype}, the run {tokens.dtype})", tokens
+                raise UsageError(f"{one_line(error)} (its tensor {name} is {dtype}, the run {tokens.dtype})") from None
         raise
     if not isinstance(out, Tensor) or out.shape != tokens.shape or out.dtype != tokens.dtype:
         what = f"{tuple(out.shape)} {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
-        return f"turns tokens {tuple(tokens.shape)} {tokens.dtype} into {what}", tokens
+        raise UsageError(f"turns tokens {tuple(tokens.shape)} {tokens.dtype} into {what}")
     before, again = kept_state(module), module(tokens.clone())
     if again.requires_grad:
         again.sum().backward()
     changed = [name for name, value in kept_state(module).items() if before.get(name) != value]
     unused = [name for name, value in module.named_parameters() if value.requires_grad and value.grad is None]
+    another = not torch.equal(out, twin(tokens.clone()))
     problems = {
         "gives NaN or infinity": not torch.isfinite(out).all(),
         "gives two answers for the same tokens (dropout, or a state it keeps?)": not torch.equal(out, again),
-        "is another layer when built again (randomness that torch does not seed?)": not torch.equal(
-            out, twin(tokens.clone())
-        ),
+        "is another layer when built again (randomness that torch does not seed?)": another,
         "mixes the sequences of a batch (batch norm?)": not torch.allclose(out[:1], module(tokens[:1].clone())),
         f"never uses its parameter {unused[:1]}": unused,
         f"changes {changed[:1]} in use (running statistics, a counter?); --resume could not go on from that": changed,
     }
-    found = next((problem for problem, holds in problems.items() if holds), "")
-    return found or road_problem(config, runs, twin, tokens), out.detach()
+    if found := [problem for problem, holds in problems.items() if holds] or road_problems(config, runs, twin, tokens):
+        raise UsageError(found[0])
+    return out.detach()
 
 
-def road_problem(config: Config, runs: Sequence[Run], plain: nn.Module, tokens: Tensor) -> str:
+def road_problems(config: Config, runs: Sequence[Run], plain: nn.Module, tokens: Tensor) -> list[str]:
     """Train two steps through the real road, the runs side by side and each alone; say whether that changes anything.
-
     plain: the first run's layer as its author built it.  Given other values of its parameters, it must do what the one
-    does whose parameters live in the model's rows; one that keeps views of its parameters does not.
-    """
-
-    def two_steps(own: Sequence[Run]) -> Tensor:
+    does whose parameters live in the model's rows; one that keeps views of its parameters does not."""
+    flats = []
+    for own in (runs, runs[:1], runs[1:]):
         training = Training(Model(config, own))
         for _ in range(2):
             training.learn([slice(0, 8)] * len(own))
-        return training.model.flat
-
-    together = two_steps(runs)
-    if not all(torch.equal(together[i], two_steps([run])[0]) for i, run in enumerate(runs)):
-        return "trains otherwise beside another run than alone (state shared between its objects?)"
+        flats.append(training.model.flat)
+    if not torch.equal(flats[0], torch.cat(flats[1:])):
+        return ["trains otherwise beside another run than alone (state shared between its objects?)"]
     road = Model(config, runs[:1])
-    (layer,), alike = road.layers[0], zip(plain.parameters(), road.layers[0][0].parameters(), strict=True)
+    ((layer,),) = road.layers
     with torch.no_grad():
         road.flat.add_(0.1)
-        for value, moved in alike:
+        for value, moved in zip(plain.parameters(), layer.parameters(), strict=True):
             value.copy_(moved)
-        return "" if torch.equal(layer(tokens), plain(tokens)) else "keeps views of its parameters' memory"
+        return [] if torch.equal(layer(tokens), plain(tokens)) else ["keeps views of its parameters' memory"]
 
 
-def count(text: str, most: int = 10**9) -> int:
-    """Parse a whole number from 1 to most."""
-    if not re.fullmatch(r"[0-9]{1,12}", text) or not 1 <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!a} is not a whole number from 1 to {most}")
-    return int(text)
+def number(kind: type, low: float, wanted: str, high: float = sys.float_info.max, separator: str = "") -> Any:
+    """Return a parser of a number from low to high, or with a separator of several; wanted: what to say else."""
+    form = r"[0-9]{1,12}" if kind is int else r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
+
+    def parse(text: str) -> Any:
+        parts = re.split(separator, text) if separator else [text]
+        if not all(re.fullmatch(form, part) and low <= kind(part) <= high for part in parts):
+            raise argparse.ArgumentTypeError(f"{text!a} is not {wanted}")
+        return tuple(map(kind, parts)) if separator else kind(text)
+
+    return parse
 
 
-def real(text: str, zero: bool = True) -> float:
-    """Parse a finite number that is not negative, and not 0 unless zero says so."""
-    value = float(text) if re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", text) else math.nan
-    if not math.isfinite(value) or (value == 0 and not zero):
-        raise argparse.ArgumentTypeError(f"{text!a} is not a finite number {'>= 0' if zero else '> 0'}")
-    return value
+count = number(int, 1, "a whole number from 1 to 1000000000", high=10**9)
+real, positive = number(float, 0.0, "a finite number >= 0"), number(float, math.ulp(0.0), "a finite number > 0")
+steps = number(float, 0.0, "a finite number >= 0, or several joined by +", separator=r"(?<![eE])\+")
 
 
 def rate(text: str) -> float | str:
-    """Parse a learning rate, or the word auto."""
-    return text if text == "auto" else real(text, zero=False)
-
-
-def steps(text: str) -> tuple[float, ...]:
-    """Parse a step size, or several joined by + for a multiscale stack."""
-    try:
-        return tuple(real(part) for part in re.split(r"(?<![eE])\+", text))
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text!a} is not a finite number >= 0, or several joined by +") from None
+    return text if text == "auto" else positive(text)
 
 
 def seed_range(text: str) -> tuple[int, ...]:
@@ -2693,51 +2556,41 @@ def seed_range(text: str) -> tuple[int, ...]:
     return tuple(range(start, stop))
 
 
-def track_name(text: str) -> str:
-    """Parse a built-in track's name, or the path of a user's file, which becomes absolute."""
-    if text in TRACKS:
-        return text
-    if not text.endswith(".py"):
-        raise argparse.ArgumentTypeError(f"{show(text)} is neither of {', '.join(TRACKS)} nor FILE.py")
-    read_file("--track", Path(text))
-    return str(Path(text).absolute())
+def file_or_name(flag: str, known: Iterable[str], form: str, wanted: str) -> Callable[[str], str]:
+    """Return a parser of a known name, or of a user's file, whose path becomes absolute, and what follows it."""
+
+    def parse(text: str) -> str:
+        if text in known:
+            return text
+        if not (found := re.fullmatch(form, text, re.DOTALL)):
+            raise argparse.ArgumentTypeError(f"{show(text)} is {wanted}")
+        read_file(flag, Path(found[1]))
+        return f"{Path(found[1]).absolute()}{found[2]}"
+
+    return parse
 
 
-def idea_name(text: str) -> str:
-    """Parse a built-in layer's name, or path and class of a user's, whose path becomes absolute."""
-    path, name = split_idea(text)
-    if text in LAYERS:
-        return text
-    if not path.endswith(".py") or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{show(text)} is not FILE.py:Class")
-    read_file("--idea", Path(path))
-    return f"{Path(path).absolute()}:{name}"
+track_name = file_or_name("--track", TRACKS, r"(.*\.py)()", f"neither of {', '.join(TRACKS)} nor FILE.py")
+idea_name = file_or_name("--idea", LAYERS, r"(.*\.py)(:[^\W\d]\w*)", "not FILE.py:Class")
 
 
 def spell(value: Any) -> str:
-    """Spell an option's value as it is typed: seeds as a range, the steps of a stack joined by +, files without their
-    folders."""
+    """Spell an option's value as it is typed, a file without its folder."""
     if not isinstance(value, tuple):
         return shlex.quote(file_name(value)) if isinstance(value, str) else str(value)
     if isinstance(value[0], int):
         return f"{value[0]}:{value[-1] + 1}" if value[0] else str(len(value))
-    return " ".join("+".join(map(repr, item)) if isinstance(item, tuple) else repr(item) for item in value)
+    return " ".join("+".join(map(repr, item)) if isinstance(item, tuple) else str(item) for item in value)
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse with errors of one line, and a help that survives `| head`."""
+def build_parser() -> argparse.ArgumentParser:
+    text = "Does a kinetic-mixing layer help a small GRU to predict dynamics? Writes an honest verdict."
+    parser = argparse.ArgumentParser(prog="stage2_bench.py", description=text, allow_abbrev=False)
 
-    def error(self, message: str) -> Any:
+    def error(message: str) -> None:
         raise UsageError(f"{message} (--help lists the options)")
 
-    def print_help(self, file: Any = None) -> None:
-        emit(self.format_help())
-
-
-def build_parser() -> Parser:
-    """Return the parser of all options; those of the experiment are declared in Config."""
-    text = "Does a kinetic-mixing layer help a small GRU to predict dynamics? Writes an honest verdict."
-    parser = Parser(prog="stage2_bench.py", description=text, allow_abbrev=False)
+    parser.error, parser.print_help = error, lambda: emit(parser.format_help())  # which survives `| head`
     parser._negative_number_matcher = re.compile(r"-[0-9.]|-inf|-nan")  # values to refuse, not unknown options
     add = parser.add_argument_group("experiment").add_argument
     for each in dataclasses.fields(Config):
@@ -2747,7 +2600,7 @@ def build_parser() -> Parser:
     add("--smoke", action="store_true", help="2 seeds and 2 epochs, into stage2_smoke/: for continuous integration")
     add = parser.add_argument_group("execution").add_argument
     text = "worker processes; not under torchrun, whose ranks do the work (default: the CPUs this process may use)"
-    add("--jobs", type=functools.partial(count, most=1024), metavar="N", help=text)
+    add("--jobs", type=number(int, 1, "a whole number from 1 to 1024", high=1024), metavar="N", help=text)
     add("--resume", action="store_true", help="use the trainings in .stage2_runs (default: train all afresh)")
     add = parser.add_argument_group("output").add_argument
     add("--out-dir", type=Path, metavar="DIR", help="where the files go (default: . or stage2_smoke)")
@@ -2766,17 +2619,14 @@ def build_parser() -> Parser:
 
 def config_from(options: argparse.Namespace) -> Config:
     """Turn options into the experiment's configuration.  Raises UsageError where they contradict each other."""
-    changes: dict[str, Any] = {"seeds": (0, 1), "epochs": 2} if options.smoke else {}
-    for each in dataclasses.fields(Config):
-        value = getattr(options, each.name, None)
-        if isinstance(value, list):
-            twice = [item for i, item in enumerate(value) if item in value[:i]]
-            if twice:
-                text = twice[0] if isinstance(twice[0], str) else spell((twice[0],))
-                raise UsageError(f"argument {each.metadata['flag']}: {text} is given twice")
-            value = tuple(value)
-        changes |= {} if value is None else {each.name: value}
-    if "auto" in changes.get("lrs", ()):
+    given = {each.name: getattr(options, each.name, None) for each in dataclasses.fields(Config)}
+    changes = {"seeds": (0, 1), "epochs": 2} if options.smoke else {}
+    changes |= {name: value for name, value in given.items() if value is not None}
+    for flag, name in (("--lrs", "lrs"), ("--h", "hs")):
+        values = changes[name] = tuple(changes.get(name, getattr(Config, name)))
+        if twice := [value for i, value in enumerate(values) if value in values[:i]]:
+            raise UsageError(f"argument {flag}: {spell((twice[0],))} is given twice")
+    if "auto" in changes["lrs"]:
         if len(changes["lrs"]) > 1:
             raise UsageError("argument --lrs: auto stands alone")
         changes |= {"lrs": Config.lrs, "lr_search": "auto"}
@@ -2790,11 +2640,9 @@ def option_words(config: Config) -> str:
     """Return the options that give this configuration, without a path of this machine."""
     usual, words = dataclasses.replace(Config(), sweep_seeds=min(Config.sweep_seeds, len(config.seeds))), []
     for each in [each for each in dataclasses.fields(Config) if each.metadata]:
-        value = getattr(config, each.name)
-        if each.name == "lrs" and config.lr_search == "auto":
-            words += ["--lrs auto"]
-        elif value != getattr(usual, each.name):
-            words.append(f"{each.metadata['flag']} {spell(value)}")
+        value, default = (spell(getattr(own, each.name)) for own in (config, usual))
+        value = "auto" if each.name == "lrs" and config.lr_search == "auto" else value
+        words += [f"{each.metadata['flag']} {value}"] if value != default else []
     return show(" ".join(words))
 
 
@@ -2842,9 +2690,7 @@ def check_plot(path: Path, folder: Path) -> None:
 def emit(text: str) -> bool:
     """Print to stdout; says whether that went well.  A reader that left is no error: the files are complete."""
     try:
-        if sys.stdout is not None:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+        print(text, end="", flush=True)
     except OSError as error:
         with contextlib.suppress(OSError, ValueError):  # what is still buffered must not fail again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -2856,17 +2702,12 @@ def emit(text: str) -> bool:
 
 def complain(message: str) -> None:
     """Print one line on stderr, whatever line breaks the message has; nothing where stderr is closed."""
-    with contextlib.suppress(OSError, ValueError):
-        if sys.stderr is not None:
-            print(f"stage2_bench.py: {' '.join(message.split())}", file=sys.stderr, flush=True)
-
-
-KEPT = "what was trained is kept, --resume goes on"
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        sys.stderr.write(f"stage2_bench.py: {' '.join(message.split())}\n")
 
 
 def leave() -> None:
-    """End the program when a signal asks for it, whatever the main thread does: one line, no worker and no half-written
-    file is left."""
+    """End the program at a signal, whatever the main thread does: one line, no worker, no half-written file is left."""
     number = signal.sigwait(STOP_SIGNALS)
     complain(f"stopped by {signal.Signals(number).name}; {KEPT}")
     sys.stdout = sys.stderr = None  # nobody else has the last word
@@ -2877,79 +2718,48 @@ def leave() -> None:
     os._exit(128 + number)
 
 
-def execute(config: Config, options: argparse.Namespace, folder: Path, data: Mapping[int, str], placebo: bool) -> Any:
-    """Run the benchmark on torchrun's ranks, on worker processes, or in this one.
-
-    Returns the arms, whether this process is to write, and the number of processes at work.  Forking is fastest and
-    safe while no thread pool has started: as a script on Linux, without a user's code.
-    """
-    if options.jobs and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        raise UsageError("argument --jobs: not under torchrun, whose ranks do the work (--nproc-per-node)")
-    ranks, store = Ranks(), Store(config, folder, options.resume, data)
-    writes = store.must_write = ranks.rank == 0
-    if writes:
-        check_folder(folder)
-    runs = sum(map(len, grids(config, config.lrs).values())) * config.sweep_seeds  # at once, of the sweep
-    jobs = min(options.jobs or available_cpus(), max(runs, 3 * len(config.seeds))) if ranks.size == 1 else ranks.size
-    progress = Progress(None if options.quiet or not writes else sys.stderr)
-    fork = __name__ == "__main__" and sys.platform == "linux" and config.track in TRACKS and config.idea in LAYERS
-    here = ranks.torchrun or jobs == 1 or not (fork or Path(__file__).is_file())  # a spawned worker needs the script
-    with ranks.working(progress) if here else workers(progress, jobs, fork) as over:
-        return benchmark(config, Execution(config, store, over, jobs, progress, ranks), placebo), writes, jobs
-
-
 def benchmark_command(options: argparse.Namespace) -> int:
-    """Check everything, run the benchmark, write and print its results.  Returns the exit status."""
     start = time.monotonic()
     for flag in ("rtol", "all", "conclusions"):
         if getattr(options, flag) not in (None, False):
             raise UsageError(f"argument --{flag}: goes with --diff")
-    config, folder, plot = config_from(options), output_folder(options), options.plot
+    config, folder, plot = config_from(options), options.out_dir, options.plot
     plot = folder / plot if plot and plot.parent == Path() else plot  # a bare name goes beside the report
     if plot:
         check_plot(plot, folder)
     data, reason = check_track(config), check_idea(config)
-    arms, writes, jobs = execute(config, options, folder, data, reason is None)
-    if not writes:
+    execution = Execution(config, options, data)
+    arms = execution.benchmark(placebo=reason is None)
+    if not execution.writes:
         return 0
     report = build_report(config, arms, reason)
-    log, answer = build_log(config, report), to_json(build_answer(config, report))
-    machine = f"{platform.system()} {platform.machine()}, {available_cpus()} CPUs, {jobs} processes; {versions()}"
-    seconds = time.monotonic() - start
-    output = f"{log}\nMachine\n{machine}\nwall time {seconds:.1f} s\n\nStage-2 answer\n{answer}"
+    log, parts = build_log(config, report), (report, build_answer(config, report))
+    printed, answer = (json.dumps(part, indent=2, allow_nan=False) + "\n" for part in parts)
+    machine = f"{platform.system()} {platform.machine()}, {available_cpus()} CPUs, {execution.jobs} processes"
+    machine += f"; {versions()}\nwall time {time.monotonic() - start:.1f} s"
+    output = f"{log}\nMachine\n{machine}\n\nStage-2 answer\n{answer}"
     try:
-        with contextlib.ExitStack() as files:  # both are whole on the disk before either takes its place
-            for name, text in {REPORT: to_json(report), OUTPUT: output}.items():
-                file = files.enter_context(new_file(folder / name))
+        with new_file(folder / REPORT) as first, new_file(folder / OUTPUT) as second:
+            for file, text in ((first, printed), (second, output)):  # both whole before either takes its place
                 file.write(text.encode())
                 file.flush()
     except OSError as error:
-        what = f"cannot write {REPORT}, {OUTPUT} in {folder}"
-        raise RunError(f"{what}: {error.strerror}; older files are whole") from None
+        raise RunError(
+            f"cannot write {REPORT}, {OUTPUT} in {folder}: {error.strerror}; older files are whole"
+        ) from None
     well = emit(log)
     if plot:
         draw(config, report, plot)
-    everything_diverged = all(score is None for name in ARMS[:2] for score in arms[name].scores)
-    return 0 if well and not everything_diverged else 1
-
-
-def output_folder(options: argparse.Namespace) -> Path:
-    return options.out_dir or Path("stage2_smoke" if options.smoke else ".")
-
-
-def to_json(document: Any) -> str:
-    """Serialise strictly (no NaN), indented by two spaces, with a final newline."""
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+    return int(not well or all(score is None for name in ARMS[:2] for score in arms[name].scores))
 
 
 def diff_command(options: argparse.Namespace) -> int:
-    """Compare the report in --out-dir with another.  Returns the exit status of diff(1)."""
+    """Compare the report in --out-dir with another; returns the exit status of diff(1)."""
     with np.errstate(all="ignore"):  # a foreign report may hold any number
-        theirs, ours = (load_report(path, Config()) for path in (options.diff, output_folder(options) / REPORT))
-        rows = compare_reports(theirs, ours, options.rtol or 0.0)
-        emit("\n".join(diff_lines(theirs, ours, rows, options.all)) + "\n")
-    statuses = [row[3] for row in (conclusions(theirs, ours) if options.conclusions else rows)]
-    return int(any(status.startswith("DIFFERS") for status in statuses))
+        sides = [Side(path, Config()) for path in (options.diff, options.out_dir / REPORT)]
+        lines, concluded, fields = compare(*sides, options.rtol or 0.0, options.all)
+        emit("\n".join(lines) + "\n")
+    return int(any(status.startswith("DIFFERS") for status in (concluded if options.conclusions else fields)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -2959,11 +2769,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             out.reconfigure(errors="backslashreplace")
     torch.set_num_threads(1)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             options = build_parser().parse_args(argv)
             if options.version:
-                return 0 if emit(f"stage2_bench {VERSION}; {versions()}\n") else 1
+                return int(not emit(f"stage2_bench {VERSION}; {versions()}\n"))
+            options.out_dir = options.out_dir or Path("stage2_smoke" if options.smoke else ".")
             return diff_command(options) if options.diff else benchmark_command(options)
     except (UsageError, RunError) as error:
         complain(f"error: {error}")
