@@ -40,10 +40,10 @@ import warnings
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 STOP_SIGNALS = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup stays
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's matrix products: the workers fill the cores
+ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1")  # of NumPy
 if __name__ in ("__main__", "__mp_main__"):  # a script or its worker: what libraries warn of is not the user's concern
-    warnings.simplefilter("ignore")
-    os.environ |= {"TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONWARNINGS": "ignore"}
+    warnings.simplefilter("ignore")  # of variables, those that the user has set stay
+    os.environ |= {"TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONWARNINGS": "ignore"} | ONE_THREAD | os.environ
 if __name__ == "__main__" and hasattr(signal, "sigwait"):  # before any library starts a thread: `leave` takes signals
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
@@ -436,9 +436,7 @@ class KineticLayer(nn.Module):
         self.gate, self.mix = nn.Linear(channels, channels), nn.Linear(channels, channels)
         nn.init.constant_(self.gate.bias, self.gate_bias)
         transport = torch.from_numpy(transport_matrix(length, channels, h)).to(self.mix.weight)
-        self.register_buffer(
-            "transport", transport.mT.contiguous().mT
-        )  # its transpose lies in order, as `operator` reads
+        self.register_buffer("transport", transport.mT.contiguous().mT)  # the order in which `operator` reads it
         self.register_buffer("diffusion", self.mix.weight.new_empty(length, length))
         self.place(None)
 
@@ -474,8 +472,7 @@ LAYERS: dict[str, type[nn.Module]] = {"kinetic": KineticLayer}
 def computing(config: Config) -> Iterator[None]:
     """Compute in the dtype that trains, also what a user's layer makes anew; what libraries warn of is not said."""
     before = torch.get_default_dtype()
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), np.errstate(all="ignore"):
         torch.set_default_dtype(config.torch_dtype)
         try:
             yield
@@ -608,7 +605,6 @@ class StackedGRU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_hidden: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of `forward`'s arguments."""
         gradient, grad_tokens = ctx.scan.backward(*ctx.saved_tensors, grad_hidden, ctx.needs_input_grad[1])
         return None, grad_tokens, gradient
 
@@ -982,8 +978,11 @@ class Pairs:
     @statistic
     def p_value(self) -> float:
         """Two-sided p by sampled sign flips: the share whose sum is at least as far from 0 as the observed one."""
-        signs = np.random.default_rng(0).choice([-1, 1], size=(self.config.flips, len(self.d)))
-        return float(np.mean(abs(signs @ integers(self.d, sum(map(abs, self.d)))) >= abs(sum(self.d))))
+        d, rng, flips, hits = integers(self.d, sum(map(abs, self.d))), np.random.default_rng(0), self.config.flips, 0
+        for start in range(0, flips, 1000):  # in blocks, as there may be thousands of pairs
+            signs = rng.choice([-1, 1], size=(min(1000, flips - start), len(d)))
+            hits += int((abs(signs @ d) >= abs(sum(self.d))).sum())
+        return hits / flips
 
     @statistic
     def p_exact(self) -> float | None:
@@ -1024,7 +1023,9 @@ class Pairs:
             return None
         sizes = masks.sum(axis=1)
         common = math.lcm(*map(int, set(sizes)))  # a mean is sum / size; times this, a whole number
-        means = np.sort(masks.astype(object) @ self.d * (common // sizes.astype(object)))  # Python's integers: exact
+        means = np.sort(
+            masks.astype(object) @ np.array(self.d, object) * (common // sizes.astype(object))
+        )  # Python's integers: exact
         return [round(Fraction(end, common)) / 10**DIGITS for end in (means[k - 1], means[-k])]
 
     @property
@@ -1375,8 +1376,8 @@ def probe_runs(config: Config, group: Group, tick: Callable[[int], None]) -> dic
         if runs[0].h is None:
             for row, data in zip(found, model.data, strict=True):
                 row |= {"floors": floors(data), "shape": data.shape, "test_digest": digest(data, "test")}
-                row |= {"sequences": {split: len(data.raw[split][0]) for split in SPLITS}}
-                row["test_in_train"] = share_in_train(data, "test")
+                sequences = {split: len(data.raw[split][0]) for split in SPLITS}
+                row |= {"sequences": sequences, "test_in_train": share_in_train(data, "test")}
         else:
             parts = zip(signature(model), signature(Model(config, runs)), knockout(model), strict=True)
             for row, own in zip(found, parts, strict=True):
@@ -1455,6 +1456,7 @@ def workers(progress: Any, jobs: int, fork: bool) -> Iterator[Callable[..., Any]
     try:
         context = multiprocessing.get_context("fork" if fork else "spawn")
         counters = context.RawArray("Q", jobs)
+        os.environ |= ONE_THREAD | os.environ
         for i in range(jobs):
             pools.append(concurrent.futures.ProcessPoolExecutor(1, context, start_worker, (counters, i)))
         if __name__ == "__main__" and hasattr(signal, "sigwait"):  # only `leave` sees signals, but
@@ -1494,8 +1496,8 @@ class Execution:
             check_folder(options.out_dir)
         runs = sum(map(len, grids(config, config.lrs).values())) * config.sweep_seeds  # at once, of the sweep
         jobs = min(options.jobs or available_cpus(), max(runs, 3 * len(config.seeds)))
-        self.jobs = jobs if self.size == 1 else self.size
-        self.out = None if options.quiet or not self.writes else sys.stderr
+        self.jobs = self.size if self.torchrun else jobs
+        self.shows = self.writes and not options.quiet
         self.start, self.shown, self.done, self.left = time.monotonic(), -math.inf, 0, 0  # epochs of runs
 
     def gather(self, value: Any) -> list[Any]:
@@ -1508,30 +1510,32 @@ class Execution:
         return values
 
     def here(self, task: Callable[..., Any], groups: Sequence[Group]) -> Iterator[dict[Run, Any]]:
-        """Do this rank's share of the groups in this process, then tell each other the results."""
-        result = {}
-        try:
-            for group in groups[self.rank :: self.size]:
-                with failure_named(group):
-                    result |= task(group, lambda count: self.tick(count * self.size))
-        except (UsageError, RunError) as error:  # the others wait for this rank: tell them, then fail together
-            if not self.torchrun:
-                raise
-            result = f"rank {self.rank}: {error}"
-        for found in self.gather(result):
-            if isinstance(found, str):
-                raise RunError(found)
-            yield found
+        """Do the groups in this process, in rounds of one a rank, after which all tell each other the results."""
+        for start in range(0, len(groups), self.size):
+            result, trouble = {}, ""
+            try:
+                for group in groups[start + self.rank : start + self.rank + 1]:
+                    with failure_named(group):
+                        result = task(group, lambda count: self.tick(count * self.size))
+            except (UsageError, RunError) as error:  # the others wait for this rank: tell them, then fail together
+                if not self.torchrun:
+                    raise
+                trouble = f"rank {self.rank}: {error}"
+            told = self.gather((result, trouble))
+            yield from (found for found, _ in told)
+            if lost := "; ".join(trouble for _, trouble in told if trouble):
+                raise RunError(lost)
 
     def tick(self, count: int) -> None:
         self.done, self.left, now = self.done + count, max(0, self.left - count), time.monotonic()
-        if self.out is None or now - self.shown < INTERVAL or not self.done + self.left:
+        if not self.shows or now - self.shown < INTERVAL or not self.done + self.left:
             return
         self.shown, elapsed = now, round(now - self.start)
         left = f", about {elapsed / self.done * self.left:.0f} s left" if self.done else ""
-        with contextlib.suppress(OSError, ValueError):
-            line = f"stage2_bench: {self.done} of {self.done + self.left} epochs of runs, {elapsed} s{left}"
-            print(line, file=self.out, flush=True)
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr may be closed, or None
+            sys.stderr.write(
+                f"stage2_bench: {self.done} of {self.done + self.left} epochs of runs, {elapsed} s{left}\n"
+            )
 
     def benchmark(self, placebo: bool) -> dict[str, Arm]:
         """Run the benchmark.  Forking is fastest, and safe while no thread pool has started: as a script on Linux,
@@ -1559,7 +1563,9 @@ class Execution:
         self.tick(0)
         for found in self.over(functools.partial(train_runs, config, store), plan(list(states.items()), self.jobs)):
             self.records |= found
-            for run in found if self.writes else ():  # a host that does not share this folder has trained it
+            for run in (
+                found if self.writes and self.torchrun else ()
+            ):  # trained by a host that does not share this folder
                 if config.epochs not in store.files(run):
                     store.save(run, found[run].state)
         return self.records
@@ -1608,7 +1614,8 @@ def best_config(sweep: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the configuration of the row that wins a printed sweep, by the rule of `best_row`."""
     means, cfgs = [math.inf if row["mean"] is None else row["mean"] for row in sweep], [row["cfg"] for row in sweep]
     order = [(mean, cfg["lr"], np.ravel(cfg["h"]).tolist()) for mean, cfg in zip(means, cfgs, strict=True)]
-    return dict(cfgs[order.index(min(order))])
+    best = cfgs[order.index(min(order))]
+    return {"lr": best["lr"], "h": best["h"]}
 
 
 def relative_error(observed: float | None, predicted: float | None) -> float | None:
@@ -1729,7 +1736,7 @@ def file_name(path: str) -> str:
 
 
 def seed_means(dicts: Sequence[Mapping[str, float]], kind: str = "") -> dict[str, float | None] | None:
-    """Return the means over the seeds of a signature's numbers of a kind; None where a seed lacks one, or all do."""
+    """Return the means over the seeds of a signature's numbers of a kind: None where a seed lacks it; None for none."""
     names = dict.fromkeys(name for one in dicts for name in one if name.startswith(kind))
     return {name: rounded(np.mean([one.get(name, math.nan) for one in dicts]), 7) for name in names} or None
 
@@ -1786,12 +1793,8 @@ def scores_on_the_way(config: Config, arms: Mapping[str, Arm]) -> tuple[list[Any
 
 
 def build_extensions(config: Config, arms: Mapping[str, Arm], reason: str | None, known_as: Any) -> dict[str, Any]:
-    (curve, loop), empty, idea, placebo = (
-        scores_on_the_way(config, arms),
-        dict.fromkeys,
-        arms["idea"],
-        arms.get("placebo"),
-    )
+    (curve, loop), empty = scores_on_the_way(config, arms), dict.fromkeys
+    idea, placebo = arms["idea"], arms.get("placebo")
     probes, selection, flagged, without = arms["baseline"].probes, empty(ARMS), [], {"reason": reason}
     floors = {name: [rounded(probe["floors"][name]) for probe in probes] for name in FLOOR_NAMES}
     for name, arm in arms.items():
@@ -1945,9 +1948,8 @@ def compare(theirs: Side, ours: Side, rtol: float, everything: bool) -> tuple[li
         relative = f"{(b - a) / abs(a):+.3e}" if a and {type(a), type(b)} <= {int, float} else ""
         shown = [text if len(text) <= 34 else text[:31] + "..." for text in map(show, (a, b))]
         cells.append((show(path), *shown, relative, status))
-    counts = []
-    for kind in ("same", "within rtol", "derived", "DIFFERS", "not compared"):
-        counts.append(f"{sum(row[3].startswith(kind) for row in rows)} {kind.replace('DIFFERS', 'differing')}")
+    kinds = ("same", "within rtol", "derived", "DIFFERS", "not compared")
+    counts = [f"{sum(row[3].startswith(k) for row in rows)} {k.replace('DIFFERS', 'differing')}" for k in kinds]
     lines = [*table(("conclusion", "theirs", "ours", ""), *concluded), ""]
     lines += [*table(*cells), ""] if len(cells) > 1 else []
     lines.append(f"{len(rows)} fields: {', '.join(counts)}")
@@ -2106,7 +2108,8 @@ def limitations(report: Mapping[str, Any], config: Config) -> list[str]:
     elif isinstance(block.get("prediction"), str):
         after, before = (part["observed_fourier_attenuation"] for part in (block, extra["mechanism_untrained"]))
         text = f"The attenuation is {brief(after)} after and {brief(before)} before training: it says that the operator"
-        sentences += [f"{text} is built as predicted, not that training uses it (the knockout does)."] if after else []
+        text += " is built as predicted, not that training uses it (the knockout does)."
+        sentences += [] if after is None else [text]
         sentences.append("The transport displacement of the whole layer is confounded by gate and mixing.")
     return sentences
 
@@ -2237,14 +2240,17 @@ def draw_panel(axis: Any, title: str, xlabel: str, ylabel: str, lines: Any, tick
     axis.set(title=title, xlabel=xlabel, ylabel=ylabel)
     for label, points, style, *opacity in lines:
         if points := [(x, y) for x, y in points if y is not None]:
-            axis.plot(*zip(*points, strict=True), style, label=label, alpha=opacity[0] if opacity else 1)
+            size = 12 if "*" in style else 5
+            axis.plot(
+                *zip(*points, strict=True), style, label=label, markersize=size, alpha=opacity[0] if opacity else 1
+            )
     if not axis.lines:
         axis.set_axis_off()
         axis.text(0.5, 0.5, "not available for this run", ha="center", transform=axis.transAxes)
         return
     axis.xaxis.get_major_locator().set_params(integer=True)
     if ticks:
-        apart = math.ceil(len(ticks) / 5)  # labels that would run into each other are left out
+        apart = math.ceil(len(ticks) / 5)  # where there are many, every other label or so is left out
         axis.set(xscale="log", yscale="log")
         axis.set_xticks(sorted(ticks), ["" if i % apart else f"{x:g}" for i, x in enumerate(sorted(ticks))])
         axis.xaxis.minorticks_off()
@@ -2272,13 +2278,13 @@ def draw_panels(axes: Sequence[Any], report: Mapping[str, Any]) -> None:
     draw_panel(axes[1], "Learning curve", "epoch", mse, lines, [row["epoch"] for row in rows])
     scores = zip(report["baseline"]["full"]["per_seed"], report["idea"]["per_seed"], strict=True)
     points = [(seed, b - a) for seed, (a, b) in enumerate(scores, extra["options"]["seeds"][0]) if None not in (a, b)]
-    mean = [(seed, report["comparison"]["delta_mean"]) for seed, _ in points]
-    title, lines = "Paired differences (below 0: idea better)", [("one seed", points, "C7o"), ("mean", mean, "C0--")]
+    if points and report["comparison"]["delta_mean"] is not None:
+        axes[2].axhline(report["comparison"]["delta_mean"], linestyle="--", label="mean")
+    if points and extra["statistics"]["interval_95"]:
+        axes[2].axhspan(*extra["statistics"]["interval_95"], alpha=0.15, label="95 % interval")
+    title, span = "Paired differences (below 0: idea better)", [(seed, 0.0) for seed, _ in points]
+    lines = [("one seed", points, "C7o"), ("no difference", span, "k-")]
     draw_panel(axes[2], title, "seed", "idea - baseline (target variance = 1)", lines)
-    if points:
-        axes[2].axhline(0.0, color="black", linewidth=1.0)
-        if extra["statistics"]["interval_95"]:
-            axes[2].axhspan(*extra["statistics"]["interval_95"], alpha=0.15)
     rows = extra["rollout"] or ()
     names = {"baseline": "baseline", "idea": "idea", "floor": "repeat last", "predict_mean": "predict mean"}
     lines = [(text, [(row["horizon"], row[name]) for row in rows], STYLES[name]) for name, text in names.items()]
@@ -2707,21 +2713,23 @@ def complain(message: str) -> None:
 
 
 def leave() -> None:
-    """End the program at a signal, whatever the main thread does: one line, no worker, no half-written file is left."""
-    number = signal.sigwait(STOP_SIGNALS)
-    complain(f"stopped by {signal.Signals(number).name}; {KEPT}")
-    sys.stdout = sys.stderr = None  # nobody else has the last word
-    for process in multiprocessing.active_children():
-        process.kill()
-    for part in list(PARTS):
-        part.unlink(missing_ok=True)
-    os._exit(128 + number)
+    """End the program at a signal, whatever the main thread does: no worker is left, no half-written file, one line."""
+    number, err = signal.sigwait(STOP_SIGNALS), sys.stderr
+    try:
+        sys.stdout = sys.stderr = None  # the main thread is not to say what comes of it
+        for process in multiprocessing.active_children():
+            process.kill()
+        for part in list(PARTS):
+            part.unlink(missing_ok=True)
+        print(f"stage2_bench.py: stopped by {signal.Signals(number).name}; {KEPT}", file=err, flush=True)
+    finally:
+        os._exit(128 + number)
 
 
 def benchmark_command(options: argparse.Namespace) -> int:
     start = time.monotonic()
     for flag in ("rtol", "all", "conclusions"):
-        if getattr(options, flag) not in (None, False):
+        if getattr(options, flag) is not None and getattr(options, flag) is not False:
             raise UsageError(f"argument --{flag}: goes with --diff")
     config, folder, plot = config_from(options), options.out_dir, options.plot
     plot = folder / plot if plot and plot.parent == Path() else plot  # a bare name goes beside the report
@@ -2744,9 +2752,8 @@ def benchmark_command(options: argparse.Namespace) -> int:
                 file.write(text.encode())
                 file.flush()
     except OSError as error:
-        raise RunError(
-            f"cannot write {REPORT}, {OUTPUT} in {folder}: {error.strerror}; older files are whole"
-        ) from None
+        what = f"cannot write {REPORT}, {OUTPUT} in {folder}"
+        raise RunError(f"{what}: {error.strerror}; older files are whole") from None
     well = emit(log)
     if plot:
         draw(config, report, plot)

@@ -345,6 +345,8 @@ NO_MATPLOTLIB = 'sys.modules["matplotlib"] = None'
 
 IMPORT = """
 import os, signal, sys, threading
+for name in [name for name in os.environ if name.endswith("_NUM_THREADS") or name.startswith("VECLIB")]:
+    del os.environ[name]
 signals = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
 import numpy, scipy, torch, warnings
 from scipy import integrate

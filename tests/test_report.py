@@ -1043,6 +1043,14 @@ def test_the_reference_follows_from_its_own_scores(tmp_path):
             assert diff(tmp_path, *[changed(REFERENCE, *path, to=slightly)] * 2) == 1
 
 
+def test_order_of_a_configuration_s_keys_is_no_conclusion(tmp_path, capsys):
+    """A foreign report that names h before the rate concludes the same."""
+    turned = copy.deepcopy(SMOKE)
+    for row in turned["idea_sweep"]:
+        row["cfg"] = dict(reversed(row["cfg"].items()))
+    assert diff(tmp_path, turned, SMOKE, "--conclusions") == 0
+
+
 def test_conclusions_are_rebuilt_and_not_read(tmp_path, capsys):
     """A verdict that says the same against its own scores is not the same."""
     false = changed(SMOKE, "comparison", "verdict", to=DEFAULT["comparison"]["verdict"])

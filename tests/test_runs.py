@@ -539,6 +539,7 @@ def test_ranks_do_not_change_a_chaotic_training(clusters, fresh, size):
     ended, folder = clusters[f"{size} ranks"]
     assert [each.summary for each in ended] == [(0, 0, 0)] * size, [each.err for each in ended]
     assert [each.out.count("Verdict: ") for each in ended] == [1] + [0] * (size - 1)
+    assert f" CPUs, {size} processes" in (folder / bench.OUTPUT).read_text()
     assert report_of(folder) == report_of(fresh(*chaos()))
 
 

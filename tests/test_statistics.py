@@ -325,6 +325,20 @@ def test_interval_is_from_the_kth_smallest_to_the_kth_largest_subset_mean(n):
         assert pairs_of(d).interval == [printed(means[k - 1]), printed(means[-k])], d
 
 
+def test_interval_where_units_need_64_bits():
+    """Differences of 0.9 to 1.8 times 1e9 are whole numbers between 2^63 and 2^64, which NumPy takes for floats."""
+    pairs = bench.Pairs([0.0, 2.0, 1.0, 1.0, 1.0, 1.0], [1.2e9, 1.0, 1.5, 2.0, 2.0, 3.0], CONFIG)
+    assert pairs.interval == [-1.0, 1.2e9]
+
+
+def test_sampled_p_does_not_depend_on_the_block_it_is_drawn_in():
+    """The share of hits of a number of flips that no round number divides, drawn at once by hand."""
+    d, flips = np.array([3, -1, 2, 5, -2, 4, 1, 6]), 2_345
+    signs = np.random.default_rng(0).choice([-1, 1], size=(flips, len(d)))
+    share = np.mean(abs(signs @ d) >= d.sum())
+    assert bench.Pairs([0.0] * 8, [x / 10**10 for x in d.tolist()], bench.Config(flips=flips)).p_value == share
+
+
 def test_interval_of_16_pairs_is_still_of_all_subsets():
     """65,535 means of whole multiples of 720,720, which every size divides; coverage 1 - 2 * 1638 / 65536."""
     d = np.random.default_rng(4).integers(-900, 1200, 16)
