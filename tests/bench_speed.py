@@ -4,7 +4,7 @@ The plain loop (tests/plain_loop.py) trains one run at a time on torch.nn.GRU wi
 product trains groups of runs in worker processes.  Every figure is taken in this one run, the two peers in turn, and is
 the median of the repeats.  What is too slow to measure whole is measured on a share and scaled, and the table says so.
 
-Run.  python tests/bench_speed.py             about 20 minutes on 2 cores
+Run.  python tests/bench_speed.py             about 10 minutes on 2 cores
       python tests/bench_speed.py --quick     a check of the script itself: few seeds and epochs, one repeat
 
 Training phase: build the data of every seed, train (with the learning curve), and score the test and validation splits;
