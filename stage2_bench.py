@@ -5,9 +5,9 @@ when a kinetic-mixing layer (diffusion exp(-h k^2) along the tokens, transport b
 tokens first?
 
 Design.  Both models get the same data, GRU weights and batch order, seed by seed.  Both sweep one learning-rate
-grid on the first seeds; then every seed is a pair at each model's best configuration.  A placebo, the same layer
-with h = 0, has the extra parameters without the physics.  Floors that need no network, learning curves and a knockout
-of the trained layer say what the verdict hangs on.
+grid on the first seeds; then every seed is a pair at each model's best configuration, by the mean test MSE as in the
+reference.  A placebo, the same layer with h = 0, has the extra parameters without the physics.  Floors that need no
+network, learning curves and a knockout of the trained layer say what the verdict hangs on.
 
 Decision rule, fixed before the data.  Two-sided sign-flip test of the paired differences of the test MSE, sampled as
 in the reference (the exact p stands beside it): p < 0.05 is significant, and the sign of the mean difference says
@@ -281,7 +281,7 @@ def lorenz(config: Config, rng: np.random.Generator, count: int, times: np.ndarr
 
 TRACKS = {
     "dynamics": Track(duffing, step=0.15),
-    "lorenz": Track(lorenz, step=0.06, start=1.0, differences=2),  # a parabola errs by 0.15 of the targets' std
+    "lorenz": Track(lorenz, step=0.06, start=1.0, differences=2),  # so coarse that a parabola errs by 0.15 std
     "irregular": Track(duffing, step=0.15, jitter=0.2),  # below 1/4 trigonometric interpolation is well conditioned
 }
 
@@ -426,7 +426,7 @@ class KineticLayer(nn.Module):
     """
 
     prediction = "x Fourier attenuation approximately exp(-h*k^2) and transport displacement proportional to h*x"
-    judged: ClassVar = {"fourier_attenuation": "attenuation_relative_error"}  # what decides `confirmed`: its error
+    judged: ClassVar = {"fourier_attenuation": "attenuation_relative_error"}  # observed_X that decides: its error
     mode = 3  # Fourier mode of the attenuation signature
     gate_bias = -2.5  # where the gate's bias starts, fitted to the reference's mean: g is about 0.08, nearly closed
 
@@ -518,7 +518,7 @@ def pack_gru(w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor) -> Tensor:
     packed = w_ih.new_zeros(runs, 4 * hidden, hidden + channels + 1)
     packed[:, hidden:, hidden:-1] = w_ih
     packed[:, hidden:, -1] = b_ih
-    packed[:, : 3 * hidden, :hidden] = 2 * w_hh.roll(hidden, 1)
+    packed[:, : 3 * hidden, :hidden] = 2 * w_hh.roll(hidden, 1)  # gates (r, z, n) become (n, r, z)
     packed[:, : 3 * hidden, -1] += (b_hh - w_hh.sum(2)).roll(hidden, 1)
     return packed * packed.new_tensor([2.0, 1.0, -1.0, 2.0]).repeat_interleave(hidden)[:, None]
 
@@ -854,7 +854,7 @@ def edge(value: float, values: Sequence[float]) -> str | None:
 
 def grids(config: Config, lrs: Sequence[float], placebo: bool = True) -> dict[str, list[Row]]:
     """Return the grid of each arm: the same rates for all, h = 0 for the placebo, which may be left out."""
-    zeros = tuple(dict.fromkeys((0.0,) * len(h) for h in config.hs))
+    zeros = tuple(dict.fromkeys((0.0,) * len(h) for h in config.hs))  # one for each depth of a stack
     hs = {"baseline": (None,), "idea": config.hs} | ({"placebo": zeros} if placebo else {})
     return {name: [(lr, h) for h in own for lr in lrs] for name, own in hs.items()}
 
@@ -1093,7 +1093,7 @@ def floors(data: Dataset) -> dict[str, float]:
         tokens = data.token_scale.apply(data.raw[split][0])
         design[split] = np.column_stack([tokens.reshape(len(tokens), -1), np.ones(len(tokens))])
     truth = {split: data.target_scale.apply(data.raw[split][1]) for split in design}
-    fit = np.linalg.lstsq(design["train"], truth["train"], rcond=1e-7)[0]
+    fit = np.linalg.lstsq(design["train"], truth["train"], rcond=1e-7)[0]  # at the default's, digits are rounding
     last = data.target_scale.apply(data.raw["test"][0][:, -1, :1]) if truth["test"].shape[1] == 1 else math.nan
     guesses = {"predict_mean": 0.0, "repeat_last": last, "linear": design["test"] @ fit}
     return {name: float(np.square(guess - truth["test"]).mean()) for name, guess in guesses.items()}
@@ -1175,7 +1175,7 @@ def isolated_mechanism(config: Config, h: float, shape: tuple[int, ...]) -> dict
         waves, analyses = waves_and_analyses(length, angles)
         moved = layer.operator(torch.from_numpy(waves)[:, :, None].expand(-1, -1, channels)).mean(2).numpy()
         found.append(np.abs((moved * analyses).sum(1) / (waves * analyses).sum(1)))
-    predicted, low = np.exp(-h * modes.astype(float) ** 2), slice(0, 9)
+    predicted, low = np.exp(-h * modes.astype(float) ** 2), slice(0, 9)  # k > 8, or below 1e-6, is rounding
     error = float(np.max(np.abs(found - predicted)[:, low] / np.maximum(predicted, 1e-6)[low]))
     block = {
         "h": h,
@@ -1194,7 +1194,7 @@ def isolated_mechanism(config: Config, h: float, shape: tuple[int, ...]) -> dict
     return block | dict(zip(names, told, strict=True))
 
 
-def signature(model: Model) -> list[dict[str, float]]:
+def layer_signatures(model: Model) -> list[dict[str, float]]:
     """Return what each run's first layer says of itself on its first test sequences; nothing where it has no say."""
     tokens, _ = model.batch("test", [slice(0, model.config.probe_sequences)] * len(model.runs))
     found = []
@@ -1250,7 +1250,8 @@ def knockout(model: Model) -> list[float]:
 
 # 10. Cores and hosts --------------------------------------------------------------------------------------------------
 
-PARTS: set[Path] = set()  # files that are being written
+TOKEN = secrets.token_hex(6)  # in the names of what this process and its workers are writing
+FOLDERS: set[Path] = set()  # where that is
 GROUP = 16  # runs trained side by side: fewer waste time on dispatch, more gain nothing
 SAVE_EVERY = 3.0  # seconds of training that a kill may cost
 INTERVAL = 3.0  # seconds between two lines of progress
@@ -1280,17 +1281,24 @@ def share_in_train(data: Dataset, split: str) -> float:
 
 
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[Any]:
+def new_file(path: Path, token: str = TOKEN) -> Iterator[Any]:
     """Write a file beside its place under a name that nobody has, then rename it: it is there whole or not at all."""
-    part = path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.part")
-    PARTS.add(part)
+    part = path.with_name(f".{token}.{secrets.token_hex(6)}.part")
+    FOLDERS.add(path.parent)
     try:
         with open(part, "xb") as file:
             yield file
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-        PARTS.discard(part)
+
+
+def remove_parts() -> None:
+    """Remove what this process and workers that were killed have half written."""
+    for folder in list(FOLDERS):
+        with contextlib.suppress(OSError):  # there may be no such folder
+            for part in list(folder.glob(f".{TOKEN}.*.part")):
+                part.unlink(missing_ok=True)
 
 
 class Store:
@@ -1301,6 +1309,8 @@ class Store:
     def __init__(self, config: Config, folder: Path, resume: bool, data: Mapping[int, str]) -> None:
         self.folder, self.resume, self.data, self.epochs, self.rotten = folder / STORE, resume, data, config.epochs, 0
         self.must_write = True  # but for a rank on a host that does not share the first one's folder
+        self.token = TOKEN  # the main process's, also in a spawned worker
+        FOLDERS.add(self.folder)
         track, (path, name) = config.track, config.idea.rpartition(":")[::2]
         track = track if track in TRACKS else sha256(track, *load_file(track)[1])
         self.idea = config.idea if config.idea in LAYERS else f"{sha256(path, *load_file(path)[1])}:{name}"
@@ -1341,7 +1351,7 @@ class Store:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             earlier, key = self.files(run), self.key(run)
-            with new_file(self.folder / f"{key}.{state.epoch}.npz") as file:
+            with new_file(self.folder / f"{key}.{state.epoch}.npz", self.token) as file:
                 np.savez(file, key=key, curve=list(state.curve.items()), **arrays)
             for epoch in [epoch for epoch in earlier if epoch < state.epoch]:
                 earlier[epoch].unlink(missing_ok=True)
@@ -1379,7 +1389,7 @@ def probe_runs(config: Config, group: Group, tick: Callable[[int], None]) -> dic
                 sequences = {split: len(data.raw[split][0]) for split in SPLITS}
                 row |= {"sequences": sequences, "test_in_train": share_in_train(data, "test")}
         else:
-            parts = zip(signature(model), signature(Model(config, runs)), knockout(model), strict=True)
+            parts = zip(layer_signatures(model), layer_signatures(Model(config, runs)), knockout(model), strict=True)
             for row, own in zip(found, parts, strict=True):
                 row |= dict(zip(("signature", "untrained", "knockout"), own, strict=True))
         return dict(zip(runs, found, strict=True))
@@ -1406,7 +1416,7 @@ def failure_named(group: Group) -> Iterator[None]:
         yield
     except (UsageError, RunError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         killed = isinstance(error, concurrent.futures.process.BrokenProcessPool)
         what, lost = "a worker process was killed" if killed else one_line(error), [str(run) for run, _ in group]
         raise RunError(f"{what}; lost: {'; '.join(lost)}; --resume goes on from the rest") from error
@@ -1470,6 +1480,7 @@ def workers(progress: Any, jobs: int, fork: bool) -> Iterator[Callable[..., Any]
             process.kill()
         for pool in pools:
             pool.shutdown(wait=True, cancel_futures=True)
+        remove_parts()
 
 
 class Execution:
@@ -2454,7 +2465,7 @@ def check_idea(config: Config) -> str | None:
         for h in (*hs, 0.0):
             try:
                 answers.append(layer_answer(small, h, tokens))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 problem = str(error) if isinstance(error, UsageError) else one_line(error)
                 where = f"(channels={channels}, length={length}, h={h})"
                 raise UsageError(f"{config.idea} with {where}: {problem}") from None
@@ -2524,11 +2535,18 @@ def road_problems(config: Config, runs: Sequence[Run], plain: nn.Module, tokens:
         return ["trains otherwise beside another run than alone (state shared between its objects?)"]
     road = Model(config, runs[:1])
     ((layer,),) = road.layers
+    try:
+        first, second = (repr(layer_signatures(road)) for _ in range(2))
+    except Exception as error:
+        return [f"its signature(tokens) gives no numbers by name ({one_line(error)})"]
+    if first != second:
+        return ["its signature(tokens) gives two answers for the same tokens"]
     with torch.no_grad():
         road.flat.add_(0.1)
         for value, moved in zip(plain.parameters(), layer.parameters(), strict=True):
             value.copy_(moved)
-        return [] if torch.equal(layer(tokens), plain(tokens)) else ["keeps views of its parameters' memory"]
+        alike = torch.equal(layer(tokens.clone()), plain(tokens.clone()))
+        return [] if alike else ["keeps views of its parameters' memory"]
 
 
 def number(kind: type, low: float, wanted: str, high: float = sys.float_info.max, separator: str = "") -> Any:
@@ -2611,7 +2629,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("output").add_argument
     add("--out-dir", type=Path, metavar="DIR", help="where the files go (default: . or stage2_smoke)")
     text = "draw the result: png, svg or pdf, a bare name into --out-dir; needs matplotlib (default: no)"
-    add("--plot", type=Path, metavar="FILE", help=text)
+    add("--plot", metavar="FILE", help=text)
     add("--quiet", action="store_true", help="no progress on stderr (default: show it)")
     add("--version", action="store_true", help="print the versions of script and libraries, and exit")
     add = parser.add_argument_group("comparison of two reports (trains nothing)").add_argument
@@ -2719,8 +2737,8 @@ def leave() -> None:
         sys.stdout = sys.stderr = None  # the main thread is not to say what comes of it
         for process in multiprocessing.active_children():
             process.kill()
-        for part in list(PARTS):
-            part.unlink(missing_ok=True)
+            process.join(1)  # it may be in the middle of writing
+        remove_parts()
         print(f"stage2_bench.py: stopped by {signal.Signals(number).name}; {KEPT}", file=err, flush=True)
     finally:
         os._exit(128 + number)
@@ -2732,8 +2750,8 @@ def benchmark_command(options: argparse.Namespace) -> int:
         if getattr(options, flag) is not None and getattr(options, flag) is not False:
             raise UsageError(f"argument --{flag}: goes with --diff")
     config, folder, plot = config_from(options), options.out_dir, options.plot
-    plot = folder / plot if plot and plot.parent == Path() else plot  # a bare name goes beside the report
-    if plot:
+    if plot is not None:  # a bare name goes beside the report
+        plot = Path(plot) if os.path.dirname(plot) else folder / plot
         check_plot(plot, folder)
     data, reason = check_track(config), check_idea(config)
     execution = Execution(config, options, data)
@@ -2765,8 +2783,8 @@ def diff_command(options: argparse.Namespace) -> int:
     with np.errstate(all="ignore"):  # a foreign report may hold any number
         sides = [Side(path, Config()) for path in (options.diff, options.out_dir / REPORT)]
         lines, concluded, fields = compare(*sides, options.rtol or 0.0, options.all)
-        emit("\n".join(lines) + "\n")
-    return int(any(status.startswith("DIFFERS") for status in (concluded if options.conclusions else fields)))
+    differs = any(status.startswith("DIFFERS") for status in (concluded if options.conclusions else fields))
+    return int(differs) if emit("\n".join(lines) + "\n") else 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -446,6 +446,9 @@ def places():
         "head": lambda: forked("head", HEAD),
         "gone reader": lambda: forked("gone", GONE),
         "full output": lambda: forked("full", FULL),
+        "full diff": lambda: forked(
+            "full diff", FULL, "--diff", SCRIPT.parent / bench.REPORT, "--out-dir", SCRIPT.parent
+        ),
         "closed stderr": lambda: forked("no stderr", NO_STDERR, "--seeds", 0),
         "limit of runs": lambda: forked("limit of runs", LIMIT.format(8_192)),
         "limit of results": lambda: forked("limit of results", LIMIT.format(9_000), "--hidden", 2),
@@ -531,6 +534,12 @@ def test_full_output_is_said_and_the_files_are_complete(places):
     assert ended.status == 1
     assert ended.err == "stage2_bench.py: stdout: No space left on device\n"
     assert_complete(folder)
+
+
+def test_comparison_that_nobody_can_read_is_trouble(places):
+    """--diff into a full device: one line, and no status that says "the same"."""
+    ended, _ = places["full diff"]
+    assert (ended.status, ended.err) == (2, "stage2_bench.py: stdout: No space left on device\n")
 
 
 @pytest.mark.parametrize("name", ["limit of runs", "limit of results", "full disk"])
@@ -637,6 +646,14 @@ def test_failure_while_drawing_leaves_the_files_whole(main, tmp_path, monkeypatc
     assert "planted failure" in err
     assert out.startswith("Verdict: ")
     assert_complete(tmp_path / "out")
+
+
+def test_figure_s_name_with_a_folder_stays_there(main, tmp_path, monkeypatch):
+    """--plot ./figure.svg is in the working folder, whatever --out-dir says."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    assert main(*quick(), "--quiet", "--plot", "./figure.svg", folder=tmp_path / "out")[0] == 0
+    assert (tmp_path / "figure.svg").exists() and not (tmp_path / "out" / "figure.svg").exists()
 
 
 def test_figure_s_name_alone_goes_into_the_output_folder(main, tmp_path, monkeypatch):

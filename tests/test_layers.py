@@ -430,22 +430,19 @@ def test_nothing_speaks_of_a_step_that_the_layer_does_not_take(track, tmp_path, 
 
 
 def test_layer_cannot_change_the_data(track, tmp_path, capfd):
-    """A layer that writes into its tokens is refused, or gets a copy: the baseline's data stay what they are."""
+    """A layer may write into its tokens, which are a copy: the baseline's data stay what they are."""
     path = tmp_path / "writes.py"
     path.write_text(
         "import torch\nclass Writes(torch.nn.Linear):\n"
         "    def __init__(self, channels, length, h):\n        super().__init__(channels, channels)\n"
-        "    def forward(self, x):\n        return super().forward(x.clamp_(-0.5, 0.5))\n"
+        "    def forward(self, x):\n        x *= 1.5\n        return x + super().forward(x.clamp_(-0.5, 0.5))\n"
     )
     words = ["--idea", f"{path}:Writes", "--track", track, "--batch", "8", "--epochs", "2", "--jobs", "1", "--quiet"]
-    status = bench.main([*words, *map(str, SHORT), "--out-dir", str(tmp_path)])
-    if status == 2:
-        assert "in place" in capfd.readouterr().err
-    else:
-        report = json.loads((tmp_path / bench.REPORT).read_text(encoding="utf-8"))
-        data = [layer_loop.make_data(track, seed) for seed in (0, 1)]
-        alone = [layer_loop.train(None, seed, 0.006, (), data[seed], 2, 8).test for seed in (0, 1)]
-        assert report["baseline"]["full"]["per_seed"] == [round(one, 10) for one in alone]
+    assert bench.main([*words, *map(str, SHORT), "--out-dir", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / bench.REPORT).read_text(encoding="utf-8"))
+    data = [layer_loop.make_data(track, seed) for seed in (0, 1)]
+    alone = [layer_loop.train(None, seed, 0.006, (), data[seed], 2, 8).test for seed in (0, 1)]
+    assert report["baseline"]["full"]["per_seed"] == [round(one, 10) for one in alone]
 
 
 # Users' layers that do not --------------------------------------------------------------------------------------------

@@ -1315,6 +1315,19 @@ def interrupted(self, name, mode="r", **how):
 
 zipfile.ZipFile.open = interrupted
 """
+IN_A_WORKERS_ZIP = """
+import time, zipfile
+opened = zipfile.ZipFile.open
+
+def interrupted(self, name, mode="r", **how):
+    handle = opened(self, name, mode, **how)
+    if mode == "w":
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(60)
+    return handle
+
+zipfile.ZipFile.open = interrupted
+"""
 PHASES = ("data", "training", "workers", "ranks")  # which all three endings are tried in
 MORE = (("training", "SIGHUP"), ("drawing", "SIGINT"), ("drawing", "SIGTERM"))
 LOADING = (("imports", "SIGINT"), ("libraries", "SIGINT"), ("libraries", "SIGTERM"))
@@ -1378,6 +1391,11 @@ def endings():
         words = ("--track", tiny(), *LITTLE, "--jobs", 1, "--quiet", "--out-dir", folder)
         return [finish(Forked(*words, prepare=IN_A_ZIP, slow=True))], folder
 
+    def writing():
+        folder = in_new_folder("writing")
+        words = (*QUICK, "--jobs", 2, "--quiet", "--out-dir", folder)
+        return [finish(Forked(*words, prepare=IN_A_WORKERS_ZIP, slow=True))], folder
+
     def killed():
         folder = in_new_folder("worker")
         (running,) = started("workers", folder)
@@ -1412,7 +1430,14 @@ def endings():
 
     chosen = [*itertools.product(PHASES, ENDINGS), *LOADING, *MORE]
     scenarios = {f"{phase} {names}": functools.partial(stopped, phase, names) for phase, names in chosen}
-    scenarios |= {"spawning": spawning, "forking": forking, "saving": saving, "worker": killed, "nohup": nohup}
+    scenarios |= {
+        "spawning": spawning,
+        "forking": forking,
+        "saving": saving,
+        "writing": writing,
+        "worker": killed,
+        "nohup": nohup,
+    }
     return Later(scenarios | {"idle worker": lambda: idle(in_new_folder("idle worker"))})
 
 
@@ -1435,6 +1460,13 @@ def test_signals_end_every_phase_with_one_line(endings, phase, names):
     assert {path.name for path in folder.iterdir()} == {bench.REPORT} | ({bench.STORE} if phase != "data" else set())
     assert (folder / bench.REPORT).read_text() == OLD
     assert (phase == "data") == (not contents(folder))
+
+
+def test_a_stop_leaves_no_half_file_of_a_worker(endings):
+    """SIGTERM while a worker, which is killed for it, is in the middle of a training's file."""
+    (ended,), folder = endings["writing"]
+    assert_stopped(ended, "SIGTERM")
+    assert not [path for path in folder.rglob("*") if path.is_file() and path.name != bench.REPORT]
 
 
 def test_nohup_stays_nohup(endings):

@@ -643,6 +643,27 @@ class Failing(Scaling):
         raise KeyError("planted")
 
 
+class Leaves(Scaling):
+    """Ends the program, as a script's check of its arguments does."""
+
+    def forward(self, x):
+        raise SystemExit(0)
+
+
+class SignsNothing(Scaling):
+    """Its signature is no dict of numbers."""
+
+    def signature(self, tokens):
+        return None
+
+
+class SignsAtRandom(Scaling):
+    """Its signature is another one each time."""
+
+    def signature(self, tokens):
+        return {"observed_scale": torch.randn(())}
+
+
 class FailsWithoutStep(Scaling):
     """Divides by h, which is 0 for the placebo."""
 
@@ -685,6 +706,9 @@ REFUSED = {  # what the line has to say, by one of these words
     "Unused": "extra",
     "Apart": "depend|scale",
     "Failing": "planted",
+    "Leaves": "SystemExit",
+    "SignsNothing": "signature.*NoneType",
+    "SignsAtRandom": "signature.*two answers",
     "FailsWithoutStep": r"h=0\.0.*ZeroDivisionError",
     "NotALayer": "NotALayer",
     "Missing": "Missing",
