@@ -857,6 +857,12 @@ def test_options_become_configuration(configured, words, changes):
     assert configured(*words.split())[0] == bench.Config(**changes)
 
 
+@pytest.mark.parametrize("words", ["--seeds 3", "--seeds 8:11", "--seeds 3 --sweep-seeds 2", "--sweep-seeds 3"])
+def test_option_words_say_no_more_than_was_typed(configured, words):
+    """What follows from few seeds, a sweep over all of them, is no option of its own."""
+    assert bench.option_words(configured(*words.split())[0]) == words
+
+
 RATES = st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=3, unique=True).map(tuple)
 STEPS = st.lists(st.floats(0, 1e3), min_size=1, max_size=3).map(tuple)
 

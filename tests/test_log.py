@@ -13,6 +13,7 @@ from pathlib import Path
 import matplotlib.figure
 import numpy as np
 import pytest
+from matplotlib import pyplot
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import stage2_bench as bench
@@ -141,6 +142,7 @@ def test_a_sentence_is_said_where_it_applies(case):
         {"extensions.still_learning.baseline": None, "extensions.still_learning.idea": None},  # one epoch
         {"extensions.selection.placebo.edge": "upper"},
         {"parameter_parity.idea": 3764},  # 4.99 % more
+        {"parameter_parity": {"baseline": 3600, "idea": 3780}},  # 5 %, not more
         {"parameter_parity.idea": 3406},  # 4.99 % fewer
         {f"{LOOP}.baseline": 0.7, f"{LOOP}.idea": 0.8, f"{LOOP}.p_holm": 0.001},  # worse, as the verdict says
         OTHERWISE | {f"{LOOP}.p_holm": 0.05},
@@ -316,6 +318,9 @@ def test_limitations_state_power_and_the_smallest_p():
     few = {"n_seeds": 5, "extensions.statistics.p_floor": 0.0625, "extensions.statistics.detectable_difference": None}
     words = " ".join(bench.limitations(changed(NEUTRAL, few), CONFIG))
     assert re.search(r"5 pairs cannot reach p < 0\.05.*0\.0625", words) and "80 %" not in words
+    for n, said in ((40, "40 pairs: no exact p below 1.819e-12"), (41, "41 pairs: p is sampled, none below 5e-05")):
+        many = {"n_seeds": n, "extensions.statistics.p_floor": 2 / 2**n, "extensions.data.distinct_test_sets": n}
+        assert any(each.startswith(said) for each in bench.limitations(changed(NEUTRAL, many), CONFIG))
 
 
 def test_limitations_of_the_experiment_and_the_mechanism():
@@ -328,6 +333,8 @@ def test_limitations_of_the_experiment_and_the_mechanism():
     assert re.search(r"attenuation is 0\.4869 after and 0\.4712 before training", " ".join(limits))
     (more,) = set(bench.limitations(changed(quiet, loud), CONFIG)) - set(limits)
     assert "validation" in more and "idea" in more and "baseline" not in more
+    no_choice = {"extensions.selection.idea.validation_choice": None, "extensions.selection.idea.agrees": None}
+    assert bench.limitations(changed(quiet, no_choice), CONFIG) == limits
     assert any("chosen by the test MSE" in sentence for sentence in limits)
 
 
@@ -788,6 +795,13 @@ def test_sweep_panel(committed):
         assert text.xy[1] == floor
 
 
+def test_sweep_panel_leaves_out_a_mean_of_zero(figure_of):
+    """Logarithmic axes have no place for it."""
+    figure, _ = figure_of(changed(COMMITTED, {"baseline.sweep.1.mean": 0.0}))
+    (line,) = [line for line in figure.axes[0].lines if line.get_label() == "baseline"]
+    assert len(line.get_ydata()) == len(COMMITTED["baseline"]["sweep"]) - 1 and min(line.get_ydata()) > 0
+
+
 def test_learning_curve_panel(committed):
     """The three arms' means over the epochs."""
     axes, rows = panel(committed[0], "Learning curve"), COMMITTED["extensions"]["learning_curve"]
@@ -888,6 +902,13 @@ def test_file_formats(committed, crowded, bare):
     text = committed[1].read_text()
     for words in ("learning rate", "idea worse (significant)", "0.0015", "Learning curve", "idea, h = 0.08"):
         assert re.search(rf"<text[^>]*>[^<]*{re.escape(words)}", text), words
+
+
+def test_drawing_leaves_no_figure_open(tmp_path):
+    """A program that draws many reports does not gather their figures in memory."""
+    before = pyplot.get_fignums()
+    bench.draw(CONFIG, COMMITTED, tmp_path / "figure.svg")
+    assert pyplot.get_fignums() == before
 
 
 def test_a_failure_while_drawing_is_one_line(tmp_path):

@@ -194,6 +194,15 @@ def test_displacement_cannot_be_told_below_three_channels_or_from_half_of_them_o
 
 
 DIFFUSION, TRANSPORT = bench.diffusion_matrix, bench.transport_matrix
+
+
+def one_stray_token(length, channels, h):
+    """Return the transport with one token 0.02 channels too far, which moves the slope by a tenth of a thousandth."""
+    matrices = TRANSPORT(length, channels, h)
+    matrices[5] = TRANSPORT(length, channels, h + 0.004)[5]
+    return matrices
+
+
 WRONG = {
     "no transport": ("transport_matrix", lambda length, channels, h: TRANSPORT(length, channels, 0.0), (True, False)),
     "half a shift": ("transport_matrix", lambda length, channels, h: TRANSPORT(length, channels, h / 2), (True, False)),
@@ -203,6 +212,7 @@ WRONG = {
         lambda length, channels, h: TRANSPORT(length, channels, 1.02 * h),
         (True, False),
     ),
+    "one stray token": ("transport_matrix", one_stray_token, (True, False)),
     "no diffusion": ("diffusion_matrix", lambda length, h, angles=None: np.eye(length), (False, True)),
     "too much": ("diffusion_matrix", lambda length, h, angles=None: DIFFUSION(length, 1.01 * h, angles), (False, True)),
 }

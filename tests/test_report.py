@@ -624,6 +624,8 @@ def test_a_diverged_pair_is_null_and_not_judged(tiny, base, tmp_path):
     assert found["p_exact"] is found["interval_95"] is found["effect_size_dz"] is found["share_won"] is None
     assert extra["still_learning"]["idea"] is None and extra["learning_curve"][-1]["idea"] is None
     assert extra["knockout"]["mean"] is extra["knockout"]["ratio"] is None
+    for name in ("versus_baseline", "versus_idea"):
+        assert extra["placebo"][name] == dict.fromkeys(("delta_mean", "placebo_wins", "p_exact", "p_value"))
     assert report["baseline"]["full"]["mean"] == tiny("--seeds", "3")["baseline"]["full"]["mean"]
     assert diff(tmp_path, report, report) == 0
 
@@ -642,6 +644,7 @@ def with_curve(report, scores):
     [
         (2, (0.4, 0.3599), True),
         (2, (0.4, 0.3601), False),
+        (2, (1.0, 0.9), False),
         (16, (0.9, 0.8, 0.7, 0.2, 0.1999), False),
         (16, (0.2, 0.2, 0.2, 0.3, 0.2), True),
         (7, (0.2, 0.4, 0.2, 0.2), True),
@@ -658,6 +661,26 @@ def test_still_learning_compares_the_last_mean_with_that_at_half_the_epochs(tiny
     for said in (True, False, None):
         claim = changed(report, "extensions", "still_learning", "placebo", to=said)
         assert diff(tmp_path, claim, claim) == (said is not still)
+
+
+def test_a_row_as_good_as_predicting_the_mean_is_not_flagged(tmp_path):
+    """Only a larger mean is worse than predicting the training mean: a unit of the last digit decides."""
+    floor = SMOKE["extensions"]["floors"]["predict_mean"]["mean"]
+    row = next(i for i, row in enumerate(SMOKE["baseline"]["sweep"]) if row["cfg"] != SMOKE["baseline"]["best_cfg"])
+    for mean, status in ((floor, 0), (floor + 1e-10, 1)):
+        report = changed(SMOKE, "baseline", "sweep", row, "mean", to=mean)
+        assert diff(tmp_path, report, report) == status
+
+
+def test_a_floor_as_low_as_a_model_is_not_beaten_by_it(tmp_path):
+    """The best floor has the idea's own scores: baseline and placebo, which are lower, beat it, the idea does not."""
+    scores, placebo = SMOKE["idea"]["per_seed"], SMOKE["extensions"]["placebo"]
+    assert max(SMOKE["baseline"]["full"]["mean"], placebo["full"]["mean"]) < SMOKE["idea"]["mean"]
+    floors = {"repeat_last": None, "linear": {"mean": SMOKE["idea"]["mean"], "per_seed": scores}, "best": "linear"}
+    for beaten_by, status in ((["baseline", "placebo"], 0), (["baseline", "idea", "placebo"], 1)):
+        all_floors = SMOKE["extensions"]["floors"] | floors | {"beaten_by": beaten_by}
+        report = changed(SMOKE, "extensions", "floors", to=all_floors)
+        assert diff(tmp_path, report, report) == status
 
 
 def test_a_lost_closed_loop_leaves_no_corrected_p(tmp_path):

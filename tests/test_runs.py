@@ -5,6 +5,7 @@ loaded (`NURSERY`), so that a process costs what it computes; what depends on th
 starts it.  `TINY` is a track that trains in a moment.
 """
 
+import argparse
 import atexit
 import concurrent.futures
 import contextlib
@@ -559,11 +560,23 @@ def test_chaos_shows_a_rounding(fresh):
 
 
 def test_two_agents_give_the_same_report(clusters, fresh):
-    """Two torchrun agents over the loopback, with folders of their own: the host of rank 0 has the result."""
+    """Two torchrun agents over the loopback, with folders of their own: the host of rank 0 has the result, and what
+    both have trained, to go on from."""
     agents, base = clusters["agents"]
     assert [agent.status for agent in agents] == [0, 0], agents[0].err + agents[1].err
     assert report_of(base / "host0") == report_of(fresh("--epochs", 2))
+    assert contents(base / "host0") == contents(fresh("--epochs", 2))
     assert not (base / "host1" / bench.REPORT).exists()
+
+
+def test_progress_of_ranks_counts_what_all_do(clusters):
+    """Two ranks that share six runs of four epochs, the second on a host that refuses a store: rank 0 alone tells, from
+    none to all 24 epochs of runs, and has them all."""
+    (first, second), folder = clusters["refusing"]
+    assert (first.status, second.status, second.err) == (0, 0, ""), first.err
+    done, total, _ = zip(*progress(first.err), strict=True)
+    assert (done[0], done[-1], set(total)) == (0, 24, {24})
+    assert len(contents(folder)) == 6
 
 
 def per_seed(folder):
@@ -660,6 +673,22 @@ def test_container_quota_limits_the_workers(clusters):
     assert found == [n, n, 1, 1, 1, n, n, n]
 
 
+@pytest.mark.parametrize("own", ["max 100000", "800000 100000", None])
+def test_quota_of_an_outer_group_limits_the_workers(monkeypatch, own):
+    """Of nested cgroups the narrowest quota counts, here the outermost one's of three CPUs."""
+    files = {"/proc/self/cgroup": "0::/pod/job\n", "/sys/fs/cgroup/cpu.max": "300000 100000\n"}
+    files |= {"/sys/fs/cgroup/pod/job/cpu.max": own} if own else {}
+
+    def read_text(path):
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    assert bench.available_cpus() == 3
+
+
 def test_available_cpus_respects_affinity():
     """A process that is bound to one CPU has one."""
     mask = os.sched_getaffinity(0)
@@ -668,6 +697,14 @@ def test_available_cpus_respects_affinity():
         assert bench.available_cpus() == 1
     finally:
         os.sched_setaffinity(0, mask)
+
+
+@pytest.mark.parametrize(("seeds", "rates", "expected"), [(8, 3, 4 * 3 * 3), (40, 1, 40 * 3)])
+def test_no_more_workers_than_trainings_at_once(tmp_path, seeds, rates, expected):
+    """Of three arms the sweep trains four seeds at all rates at once, then the pairs all seeds at one."""
+    config = bench.Config(seeds=(*range(seeds),), lrs=bench.Config.lrs[:rates])
+    options = argparse.Namespace(jobs=1024, out_dir=tmp_path, resume=False, quiet=True)
+    assert bench.Execution(config, options, {}).jobs == expected
 
 
 # Progress ------------------------------------------------------------------------------------------------------------
@@ -1028,6 +1065,49 @@ def test_store_may_be_a_link(run, fresh, tmp_path):
     assert len(list((tmp_path / "disk").iterdir())) == 6
 
 
+def test_only_the_first_rank_must_be_able_to_write(tmp_path):
+    """A disk that refuses is an error of the rank that keeps the results; on another host it is none."""
+    (tmp_path / bench.STORE).touch()  # no folder can be made in its place
+    store = bench.Store(bench.Config(), tmp_path, False, {})
+    with pytest.raises(bench.RunError, match="cannot write"):
+        store.save(bench.Run(0, 0.01, None), standing(1))
+    store.must_write = False
+    store.save(bench.Run(0, 0.01, None), standing(1))
+    assert [path.name for path in tmp_path.iterdir()] == [bench.STORE]
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_store_gives_back_what_it_took(tmp_path, finite):
+    """Every array's bits, the curve, and that a run once diverged, which its numbers need not show."""
+    run, arrays = bench.Run(0, 0.01, (0.02, 0.3)), np.random.default_rng(0).standard_normal((3, 7))
+    store = bench.Store(bench.Config(epochs=9), tmp_path, True, {})
+    store.save(run, bench.State(5, *arrays, finite, {1: 0.1, 2: 0.2, 4: math.inf}))
+    found = store.load(run)
+    assert (found.epoch, found.finite, found.curve) == (5, finite, {1: 0.1, 2: 0.2, 4: math.inf})
+    assert [each.tobytes() for each in (found.weights, found.mean, found.square)] == [row.tobytes() for row in arrays]
+
+
+def test_data_that_differ_where_they_train_are_an_error(tmp_path):
+    """A track whose randomness hangs on the process: no run of a group trains on other data than were checked."""
+    config = bench.Config(track=tiny(), seeds=(0, 1), sweep_seeds=2, epochs=1)
+    group = [(bench.Run(seed, 0.01, None), None) for seed in config.seeds]
+    data = bench.check_track(config)
+    assert len(bench.train_runs(config, bench.Store(config, tmp_path, False, data), group, id)) == 2
+    for seed in config.seeds:
+        store = bench.Store(config, tmp_path, False, data | {seed: data[1 - seed]})
+        with pytest.raises(bench.RunError, match=rf"make\({seed}, ...\) differs in another process"):
+            bench.train_runs(config, store, group, id)
+
+
+@pytest.mark.parametrize("kind", [bench.UsageError, bench.RunError])
+def test_errors_of_the_script_itself_are_passed_on(kind):
+    """What is one line already, with its own exit status, is not wrapped in another that speaks of lost runs."""
+    error = kind("one line")
+    with pytest.raises(kind) as caught, bench.failure_named([]):
+        raise error
+    assert caught.value is error
+
+
 def test_failure_in_a_layer_keeps_what_was_trained(run, fresh, tmp_path, monkeypatch):
     """A layer that fails in its tenth epoch: one line that names error and lost runs, exit status 1, no report;
     --resume then trains the rest alone."""
@@ -1094,6 +1174,11 @@ def clusters():
         hosts = [torchrun(1, *words, base / f"host{i}", launcher=(*where, i)) for i in range(2)]
         return ended_all(hosts), base
 
+    def refusing():
+        refuse = f"os.environ['RANK'] == '0' or open({bench.STORE!r}, 'w').close()"
+        group = ranks(2, "--track", tiny(), *LITTLE, "--epochs", 4, prepare=refuse)  # each in a folder of its own
+        return ended_all(group), group[0].folder
+
     def quota():
         (base / "cgroup").mkdir()
         (base / "cgroup" / "cpu.max").touch()
@@ -1119,7 +1204,7 @@ def clusters():
         return finish(torchrun(2, *words, DIE_AFTER_STORE=str(folder / bench.STORE))), folder
 
     scenarios = {f"{size} ranks": functools.partial(chaotic, size) for size in (1, 2, 3)}
-    scenarios |= {"failing": failing, "killed": killed, "agents": agents, "quota": quota}
+    scenarios |= {"failing": failing, "killed": killed, "agents": agents, "quota": quota, "refusing": refusing}
     return Later(scenarios | {"torchrun": killed_under_torchrun, "fragile": lambda: fragile[2:-1]})
 
 
@@ -1303,6 +1388,11 @@ AT_FORK = """
 interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
 os.register_at_fork(before=interrupt, after_in_child=interrupt)
 """
+LATE = """
+import time
+leave = os._exit
+os._exit = lambda status: (time.sleep(1), leave(status))
+"""
 IN_A_ZIP = """
 import zipfile
 opened = zipfile.ZipFile.open
@@ -1396,11 +1486,19 @@ def endings():
         words = (*QUICK, "--jobs", 2, "--quiet", "--out-dir", folder)
         return [finish(Forked(*words, prepare=IN_A_WORKERS_ZIP, slow=True))], folder
 
-    def killed():
-        folder = in_new_folder("worker")
+    def killed(name, number):
+        folder = in_new_folder(name)
         (running,) = started("workers", folder)
-        os.kill(min(pid for pid, parent in family(running.pid).items() if parent == running.pid), signal.SIGKILL)
-        return finish(running), folder
+        os.kill(min(pid for pid, parent in family(running.pid).items() if parent == running.pid), number)
+        return finish(running, 30), folder
+
+    def late():
+        folder = in_new_folder("late")
+        words = ("--epochs", 1000, "--jobs", 2, *LITTLE, "--quiet", "--out-dir", folder)
+        running = Forked(*words, prepare=LATE, slow=True)
+        begun(folder, running)
+        running.send(signal.SIGTERM)
+        return [finish(running)], folder
 
     def nohup():
         folder = in_new_folder("nohup")
@@ -1435,8 +1533,10 @@ def endings():
         "forking": forking,
         "saving": saving,
         "writing": writing,
-        "worker": killed,
+        "worker": functools.partial(killed, "worker", signal.SIGKILL),
+        "ended worker": functools.partial(killed, "ended worker", signal.SIGTERM),
         "nohup": nohup,
+        "late": late,
     }
     return Later(scenarios | {"idle worker": lambda: idle(in_new_folder("idle worker"))})
 
@@ -1467,6 +1567,13 @@ def test_a_stop_leaves_no_half_file_of_a_worker(endings):
     (ended,), folder = endings["writing"]
     assert_stopped(ended, "SIGTERM")
     assert not [path for path in folder.rglob("*") if path.is_file() and path.name != bench.REPORT]
+
+
+def test_a_late_end_is_still_one_line(endings):
+    """On a busy machine the main thread may learn that its workers are gone before the program ends: it is silent."""
+    (ended,), folder = endings["late"]
+    assert re.fullmatch(r"stage2_bench\.py: stopped by SIGTERM[^\n]*\n", ended.err), ended.err
+    assert (ended.out, ended.survivors, (folder / bench.REPORT).read_text()) == ("", [], OLD)
 
 
 def test_nohup_stays_nohup(endings):
@@ -1506,10 +1613,10 @@ def test_interrupt_in_a_delicate_moment_is_one_line(endings, name):
     assert (folder / bench.REPORT).read_text() == OLD
 
 
-@pytest.mark.parametrize("name", ["worker", "idle worker"])
+@pytest.mark.parametrize("name", ["worker", "ended worker", "idle worker"])
 def test_killed_worker_stops_the_run_and_names_what_is_lost(endings, name):
-    """SIGKILL to a worker (out of memory), at work or between two rounds: one line with the lost runs and --resume,
-    exit status 1, no hang, nobody left; what was trained is kept."""
+    """SIGKILL to a worker (out of memory) or SIGTERM, at work or between two rounds: one line with the lost runs and
+    --resume, exit status 1, no hang, nobody left; what was trained is kept."""
     ended, folder = endings[name]
     assert ended.summary == (1, 1, 0), ended.err
     assert "a worker process was killed; lost: " in ended.err

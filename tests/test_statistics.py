@@ -229,6 +229,16 @@ def test_p_does_not_depend_on_the_unit(scale):
     assert pairs.p_value == pairs_of([3, -1, 2, 5, -2, 4, 1, 6]).p_value
 
 
+@pytest.mark.parametrize("scale", [3 * 10**17, 5 * 10**17, 10**18])
+def test_p_where_sums_just_overflow_64_bits(scale):
+    """Sums up to 24 scales, 32 in the search: the first beyond 2^63 = 9.2e18 in the search alone, the second in both.
+    Differences of one sign are reached by two of 256 flips."""
+    d = [scale * x for x in (3, 1, 2, 5, 2, 4, 1, 6)]
+    assert bench.Pairs([0.0] * 8, scores_of(d), CONFIG).p_exact == 2 / 256
+    mixed = bench.Pairs([0.0] * 8, scores_of(scale * x for x in (3, -1, 2, 5, -2, 4, 1, 6)), CONFIG)
+    assert mixed.p_value == pairs_of([3, -1, 2, 5, -2, 4, 1, 6]).p_value
+
+
 @pytest.mark.parametrize("sizes", [range(1, 6), range(6, 10)])
 def test_halves_count_what_full_enumeration_counts(sizes):
     """On random whole numbers with ties and zeros, every pattern one at a time; both signs of d have the same p."""

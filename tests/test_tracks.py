@@ -518,6 +518,16 @@ return x, y"""
     assert done.err == ""  # the validation split is clean
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_validation_sequences_of_any_seed_that_are_trained_on_are_said(run, tmp_path, seed):
+    """Three of nine in one line, whichever seed they are of."""
+    body = (
+        f"x, y = data(seed, split)\nif seed == {seed} and split == 'val':\n    x[2:5] = data(seed, 'train')[0][7:10]\n"
+    )
+    done = run(write(tmp_path, f"{body}return x, y"))
+    assert re.search(r"\b33\.3 % .*validation", done.err) and done.err.count("\n") == 1
+
+
 def test_clean_splits_are_not_accused(run, tmp_path):
     """Without overlap, and with a test set of its own for each seed, no sentence speaks of either."""
     done = run(write(tmp_path, PLAIN))
@@ -760,12 +770,13 @@ def stored(folder):
 
 
 @pytest.mark.parametrize("which", ["track", "idea"])
-def test_neighbours_are_imported_and_are_part_of_what_a_run_is(run, tmp_path, which):
+def test_neighbours_are_imported_and_are_part_of_what_a_run_is(run, tmp_path, which, monkeypatch):
     """A file may import what lies beside it, each file its own `helper`; --resume trains anew where one has changed.
 
     The same files in another folder are the same; so are files of the folder that are not imported.
     """
     plain = write(tmp_path, PLAIN)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
 
     def with_neighbours(name, **changes):
         before = list(sys.path)
@@ -773,6 +784,7 @@ def test_neighbours_are_imported_and_are_part_of_what_a_run_is(run, tmp_path, wh
         done = run(track, "--resume") if which == "track" else run(plain, "--idea", idea, "--resume")
         assert done.status == 0, done.err
         assert sys.path == before and not list((tmp_path / name).rglob("__pycache__"))
+        assert not sys.dont_write_bytecode
         return done
 
     one = with_neighbours("a")

@@ -310,6 +310,14 @@ def test_a_lost_run_stays_lost(custom):
     assert records[1].score is not None and records[1].state.finite
 
 
+def test_the_test_score_says_whether_a_run_diverged(custom, monkeypatch):
+    """Where it is not finite, validation has no score either; where validation alone overflows, the score stays."""
+    scores = {"test": np.array([1.0, np.inf, np.nan]), "val": np.array([np.inf, 2.0, 3.0])}
+    monkeypatch.setattr(bench, "evaluate", lambda model, split, most=None: scores[split])
+    found = train(custom(), *(bench.Run(seed, 0.01, None) for seed in range(3)))
+    assert [(record.score, record.validation) for record in found] == [(1.0, None), (None, None), (None, None)]
+
+
 @pytest.mark.parametrize("rate", [1e6, 1e20])
 @pytest.mark.parametrize("h", [None, (0.08,)])
 def test_a_rate_that_stays_finite_keeps_its_score(h, rate):

@@ -487,6 +487,18 @@ class BareCounter(nn.Module):
         return x * (1 if self.calls < 100 else 2)
 
 
+class FrozenCounter(Scaling):
+    """Counts in a parameter that does not train."""
+
+    def __init__(self, channels, length, h):
+        super().__init__(channels, length, h)
+        self.calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.scale
+
+
 class Teacher(nn.Module):
     """A frozen copy follows the weights, as in self-distillation: training changes what no optimiser knows of."""
 
@@ -583,6 +595,17 @@ class Shared(Scaling):
         if self.scale[0] != 1:  # as soon as it has learned something
             Shared.total[0] += float(self.scale[0].detach())
         return out + 1e-3 * Shared.total[0]
+
+
+class LastDrawn(Scaling):
+    """What it draws belongs to the class: the last one built has drawn for all of them."""
+
+    def __init__(self, channels, length, h):
+        super().__init__(channels, length, h)
+        LastDrawn.shift = torch.randn(channels)
+
+    def forward(self, x):
+        return x * self.scale + self.shift
 
 
 @functools.cache
@@ -687,6 +710,7 @@ REFUSED = {  # what the line has to say, by one of these words
     "HiddenCounter": "_calls.*resume",
     "TensorCounter": "calls.*resume",
     "BareCounter": "calls.*resume",
+    "FrozenCounter": "calls.*resume",
     "Teacher": "teacher|two answers",
     "Single": "table.*float32",
     "ComplexSingle": "table.*complex64",
@@ -698,6 +722,7 @@ REFUSED = {  # what the line has to say, by one of these words
     "LateKeptView": "view",
     "Shared": "shared|state it keeps",
     "SharedModule": "shared",
+    "LastDrawn": "shared",
     "Shorter": r"\(8, 9, 3\).*\(8, 8, 3\)",
     "Narrower": r"\(8, 9, 3\).*\(8, 9, 1\)",
     "Nothing": "NoneType",
