@@ -699,6 +699,16 @@ def test_available_cpus_respects_affinity():
         os.sched_setaffinity(0, mask)
 
 
+def test_workers_compute_on_one_thread_unless_the_user_says_otherwise(monkeypatch):
+    """NumPy's libraries read these variables in each new process; one that is set stays as it is."""
+    names = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+    for name in names:
+        monkeypatch.setenv(name, "3")  # so that it is restored
+    monkeypatch.delenv(names[1])
+    with bench.workers(None, 1, False):
+        assert [os.environ[name] for name in names] == ["3", "1", "3"]
+
+
 @pytest.mark.parametrize(("seeds", "rates", "expected"), [(8, 3, 4 * 3 * 3), (40, 1, 40 * 3)])
 def test_no_more_workers_than_trainings_at_once(tmp_path, seeds, rates, expected):
     """Of three arms the sweep trains four seeds at all rates at once, then the pairs all seeds at one."""
