@@ -1903,10 +1903,11 @@ def field_status(path: str, theirs: Side, ours: Side, rtol: float) -> str:
     if wrong := [name for name, side in sides.items() if path in side.wrong]:
         return f"DIFFERS: {' and '.join(wrong)} not from own scores"
     for name, side in [(name, side) for name, side in sides.items() if path not in side.leaves]:
-        seed, row = re.search(r"\[seed (\d+)\]$", path), re.search(r"sweep\[({.*?})\]", path)
+        seed, row = re.search(r"\[seed (\d+)\]$", path), re.search(r"sweep\[(?={)", path)
         missing = path.startswith("extensions") and "extensions" not in side.report
         missing = missing or (seed and f"idea.per_seed{seed[0]}" not in side.leaves)
-        missing = missing or (row and json.loads(row[1])["lr"] not in side.report["baseline"]["union_lr_grid"])
+        cfg = row and json.JSONDecoder().raw_decode(path, row.end())[0]
+        missing = missing or (cfg and cfg["lr"] not in side.report["baseline"]["union_lr_grid"])
         return "not compared" if missing else f"DIFFERS: {name} lacks it"
     a, b, names = theirs.leaves[path], ours.leaves[path], set(re.split(r"[.\[]", path))
     if same(a, b):
@@ -2339,6 +2340,7 @@ def draw(config: Config, report: Mapping[str, Any], path: Path) -> None:
 # 13. Users' files and command line ------------------------------------------------------------------------------------
 
 LARGEST_VALUE = 1e100  # of custom data; the square of a larger one may overflow
+ENDING = threading.Lock()  # held by the thread that ends the program
 KEPT = "what was trained is kept, --resume goes on"
 FEW_VALUES = 20  # whole-numbered targets with fewer distinct values look like classes
 
@@ -2733,6 +2735,7 @@ def complain(message: str) -> None:
 def leave() -> None:
     """End the program at a signal, whatever the main thread does: no worker is left, no half-written file, one line."""
     number, err = signal.sigwait(STOP_SIGNALS), sys.stderr
+    ENDING.acquire()
     try:
         sys.stdout = sys.stderr = None  # the main thread is not to say what comes of it
         for process in multiprocessing.active_children():
@@ -2782,7 +2785,10 @@ def diff_command(options: argparse.Namespace) -> int:
     """Compare the report in --out-dir with another; returns the exit status of diff(1)."""
     with np.errstate(all="ignore"):  # a foreign report may hold any number
         sides = [Side(path, Config()) for path in (options.diff, options.out_dir / REPORT)]
-        lines, concluded, fields = compare(*sides, options.rtol or 0.0, options.all)
+        try:
+            lines, concluded, fields = compare(*sides, options.rtol or 0.0, options.all)
+        except Exception as error:  # any JSON may come here
+            raise UsageError(f"argument --diff: these can't be compared ({show(one_line(error))[:120]})") from None
     differs = any(status.startswith("DIFFERS") for status in (concluded if options.conclusions else fields))
     return int(differs) if emit("\n".join(lines) + "\n") else 2
 
@@ -2811,4 +2817,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     if hasattr(signal, "sigwait"):
         threading.Thread(target=leave, daemon=True).start()
-    sys.exit(main())
+    status = main()
+    ENDING.acquire()  # where `leave` has it, the end is its own
+    sys.exit(status)

@@ -1066,6 +1066,16 @@ def test_the_reference_follows_from_its_own_scores(tmp_path):
             assert diff(tmp_path, *[changed(REFERENCE, *path, to=slightly)] * 2) == 1
 
 
+@pytest.mark.parametrize("odd", [[{}], [[1.0]], {"a": [{}]}, "}]"])
+def test_odd_step_of_a_sweep_is_a_difference_or_no_report(tmp_path, capfd, odd):
+    """A row's name is its configuration, whatever that holds: no traceback from brackets in it."""
+    report = copy.deepcopy(SMOKE)
+    report["idea_sweep"][0]["cfg"]["h"] = odd
+    for pair in ((report, SMOKE), (SMOKE, report)):
+        assert diff(tmp_path, *pair) in (1, 2)
+    assert len(capfd.readouterr().err.splitlines()) <= 2
+
+
 def test_order_of_a_configuration_s_keys_is_no_conclusion(tmp_path, capsys):
     """A foreign report that names h before the rate concludes the same."""
     turned = copy.deepcopy(SMOKE)
