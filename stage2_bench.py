@@ -1252,6 +1252,7 @@ def knockout(model: Model) -> list[float]:
 
 TOKEN = secrets.token_hex(6)  # in the names of what this process and its workers are writing
 FOLDERS: set[Path] = set()  # where that is
+ENDING = threading.Lock()  # held by the thread that ends the program, and while a worker starts that it must know
 GROUP = 16  # runs trained side by side: fewer waste time on dispatch, more gain nothing
 SAVE_EVERY = 3.0  # seconds of training that a kill may cost
 INTERVAL = 3.0  # seconds between two lines of progress
@@ -1452,7 +1453,7 @@ def workers(progress: Any, jobs: int, fork: bool) -> Iterator[Callable[..., Any]
     def over(task: Callable[..., Any], groups: Sequence[Group]) -> Iterator[dict[Run, Any]]:
         waiting, counted = {}, sum(counters)
         for i, group in enumerate(groups):
-            with failure_named(group):
+            with failure_named(group), ENDING:
                 waiting[pools[i % jobs].submit(work, task, group)] = group
         while waiting:
             done, _ = concurrent.futures.wait(waiting, 0.5, concurrent.futures.FIRST_COMPLETED)
@@ -2340,7 +2341,6 @@ def draw(config: Config, report: Mapping[str, Any], path: Path) -> None:
 # 13. Users' files and command line ------------------------------------------------------------------------------------
 
 LARGEST_VALUE = 1e100  # of custom data; the square of a larger one may overflow
-ENDING = threading.Lock()  # held by the thread that ends the program
 KEPT = "what was trained is kept, --resume goes on"
 FEW_VALUES = 20  # whole-numbered targets with fewer distinct values look like classes
 
