@@ -833,7 +833,6 @@ class Arm:
 
     @property
     def best(self) -> Row:
-        """The configuration with the lowest mean."""
         return best_row(self.grid, self.means)
 
     @property
@@ -1318,7 +1317,8 @@ class Store:
         fields = ("hidden", "batch", "dtype", "length", "sizes", "rollout_steps", "betas", "epsilon", "clip")
         self.base = [getattr(config, name) for name in (*fields, "probe_sequences")]
         try:
-            self.base += [versions(), inspect.getsource(sys.modules[__name__]), track]
+            script = inspect.getsource(sys.modules[__name__]).encode()
+            self.base += [versions(), hashlib.sha256(script).hexdigest(), track]
         except (OSError, TypeError):
             text = "the script can't read its own text, a part of a run's key: start it from a file"
             raise UsageError(text) from None
@@ -2131,10 +2131,10 @@ def sweep_lines(report: Mapping[str, Any], config: Config) -> list[str]:
     flags = {json.dumps([f["model"], f["cfg"]]): f["reason"] for f in report["extensions"]["flagged"]}
     rows, lines = [("model", "lr", "h", "mean test MSE", "")], []
     for name, (sweep, _) in arms_of(report).items():
-        side = report["extensions"]["selection"][name]["edge"]
+        side, best = report["extensions"]["selection"][name]["edge"], best_config(sweep)
         for cfg, mean in ((row["cfg"], row["mean"]) for row in sweep):
             notes = [flags.get(json.dumps([name, cfg]))]
-            if cfg == best_config(sweep):
+            if cfg == best:
                 notes += ["best", f"at the {side} edge of the grid" if side in ("lower", "upper") else None]
             rows.append((name, show(cfg["lr"]), show(cfg["h"]), mean, ", ".join(filter(None, notes))))
     if report["extensions"]["options"]["lr_search"] == "auto":
@@ -2444,9 +2444,13 @@ def check_track(config: Config) -> dict[int, str]:
     values = np.unique(custom_split(track, config.seeds[0], "train")[1])
     if len(values) < FEW_VALUES and (values == values.round()).all():
         complain(f"note: {track}: the targets have {len(values)} whole values; this is regression")
-    if shared := max(share_in_train(build_dataset(config, seed), "val") for seed in config.seeds):
+    shared, digests = 0.0, {}
+    for seed in config.seeds:
+        data = build_dataset(config, seed)
+        shared, digests[seed] = max(shared, share_in_train(data, "val")), digest(data, *SPLITS)
+    if shared:
         complain(f"warning: {track}: {100 * shared:.3g} % of the validation sequences stand in the training split")
-    return {seed: digest(build_dataset(config, seed), *SPLITS) for seed in config.seeds}
+    return digests
 
 
 def check_idea(config: Config) -> str | None:

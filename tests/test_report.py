@@ -23,7 +23,6 @@ from pathlib import Path
 import numpy as np
 import plain_loop
 import pytest
-import torch
 
 import stage2_bench as bench
 
@@ -38,15 +37,6 @@ REFERENCE = json.loads(REFERENCE_FILE.read_text())
 REPORTS = {name: json.loads(path.read_text()) for name, path in FILES.items()}
 DEFAULT, SMOKE = REPORTS["default"], REPORTS["smoke"]
 ARMS = ("baseline", "idea", "placebo")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Compute on one thread, as the script does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # Trees ----------------------------------------------------------------------------------------------------------------

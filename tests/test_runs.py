@@ -1404,31 +1404,20 @@ leave, join = os._exit, multiprocessing.process.BaseProcess.join
 os._exit = lambda status: (time.sleep(0.5), leave(status))
 multiprocessing.process.BaseProcess.join = lambda *given: (time.sleep(0.3), join(*given))[1]
 """
-IN_A_ZIP = """
-import zipfile
-opened = zipfile.ZipFile.open
-
-def interrupted(self, name, mode="r", **how):
-    handle = opened(self, name, mode, **how)
-    if mode == "w":
-        os.kill(os.getpid(), signal.SIGINT)
-    return handle
-
-zipfile.ZipFile.open = interrupted
-"""
-IN_A_WORKERS_ZIP = """
+WHILE_WRITING = """
 import time, zipfile
 opened = zipfile.ZipFile.open
 
 def interrupted(self, name, mode="r", **how):
     handle = opened(self, name, mode, **how)
     if mode == "w":
-        os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(60)
+        {what}
     return handle
 
 zipfile.ZipFile.open = interrupted
 """
+IN_A_ZIP = WHILE_WRITING.format(what="os.kill(os.getpid(), signal.SIGINT)")
+IN_A_WORKERS_ZIP = WHILE_WRITING.format(what="os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)")
 PHASES = ("data", "training", "workers", "ranks")  # which all three endings are tried in
 MORE = (("training", "SIGHUP"), ("drawing", "SIGINT"), ("drawing", "SIGTERM"))
 LOADING = (("imports", "SIGINT"), ("libraries", "SIGINT"), ("libraries", "SIGTERM"))

@@ -17,22 +17,12 @@ from pathlib import Path
 import numpy as np
 import plain_loop
 import pytest
-import torch
 
 import stage2_bench as bench
 
 CONFIG = bench.Config()
 REFERENCE = json.loads(Path(__file__).with_name("reference_report.json").read_text())
 BASELINE, IDEA = REFERENCE["baseline"]["full"]["per_seed"], REFERENCE["idea"]["per_seed"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Compute on one thread, as the script does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

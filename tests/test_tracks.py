@@ -26,15 +26,6 @@ UNIFORM = {  # of the oscillators' coefficients, in the order in which they are 
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Compute on one thread, as the script does: matrices this small only lose on two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def small(track, **changes):
     """Return the configuration of a small data set on a track."""
     return bench.Config(**{"track": track, "sizes": tuple(SIZES.values())} | changes)
